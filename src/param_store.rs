@@ -54,6 +54,23 @@ impl ParamStore {
         Ok(store)
     }
 
+    /// Allocates weights in the compute dtype and running statistics, all zero, to be loaded: no master weights where
+    /// they would be another buffer, and no gradients.
+    pub fn for_inference(layout: ParamLayout, compute_dtype: DType, device: &Device) -> Result<Self> {
+        let compute_weights = zeros(layout.params.len, compute_dtype, device)?;
+        let (grads, stats) = (zeros(0, DType::F32, device)?, zeros(layout.stats.len, DType::F32, device)?);
+        Ok(Self {
+            weight_views: views(&layout.params, &compute_weights)?,
+            grad_views: Vec::new(),
+            stat_views: views(&layout.stats, &stats)?,
+            master_weights: compute_weights.clone(),
+            layout,
+            compute_weights,
+            grads,
+            stats,
+        })
+    }
+
     /// Copies the master weights to the compute weights.
     pub fn sync_compute_weights(&self) -> Result<()> {
         match self.compute_weights.dtype() == self.master_weights.dtype() {

@@ -5,8 +5,9 @@ use std::fs;
 use std::path::Path;
 
 /// The modules of the crate from the floor up. A module may use those before it, and itself.
-const ORDER: [&str; 18] = [
+const ORDER: [&str; 20] = [
     "base",
+    "metrics",
     "job",
     "params",
     "memory",
@@ -20,6 +21,7 @@ const ORDER: [&str; 18] = [
     "planner",
     "events",
     "train",
+    "inference",
     "report",
     "cli",
     "lib",

@@ -2,8 +2,10 @@
 
 use std::sync::Arc;
 
+use serde::{Deserialize, Serialize};
+
 /// Describes every sample of a dataset.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Features {
     pub input: InputSpec,
     pub target: TargetSpec,
@@ -11,6 +13,7 @@ pub struct Features {
     /// input length. Empty if no sample is padded.
     pub buckets: Vec<usize>,
     /// Set if inputs are stored as bytes: maps each byte to the value that the model takes.
+    #[serde(skip)]
     pub pixel_lut: Option<Arc<PixelLut>>,
 }
 
@@ -23,7 +26,8 @@ pub struct PixelLut {
 
 impl Eq for PixelLut {}
 
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "kind", rename_all = "snake_case")]
 pub enum InputSpec {
     /// f32 values, the last dimension contiguous. Images are (height, width, channels).
     Floats { shape: Vec<usize> },
@@ -35,7 +39,8 @@ pub enum InputSpec {
     Tokens { length: usize, vocab: usize },
 }
 
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "kind", rename_all = "snake_case")]
 pub enum TargetSpec {
     /// One u32 below `names.len()`.
     Class { names: Vec<String> },

@@ -98,6 +98,9 @@ impl Exit {
 impl Exit {
     fn from_failure(failure: &Failure) -> Exit {
         match failure {
+            Failure::SessionDoesNotFit { .. } => Exit::Memory,
+            Failure::WrongTask { .. } => Exit::Usage,
+            Failure::BadRow(_) => Exit::Data,
             Failure::DoesNotFit(_) | Failure::OutOfMemory { .. } | Failure::Killed { .. } => Exit::Memory,
             Failure::Signal { signal, .. } => Exit::Worker((128 + signal) as u8),
             Failure::Data(error) if error.is_out_of_memory() => Exit::Memory,
@@ -113,11 +116,16 @@ impl Exit {
             }
             Failure::Data(_) => Exit::Data,
             Failure::Diverged { .. } | Failure::NotFinite { .. } => Exit::Diverged,
-            Failure::FolderTaken(_) | Failure::NotARun(_) | Failure::Locked { .. } => Exit::Usage,
+            Failure::FolderTaken(_)
+            | Failure::NotARun(_)
+            | Failure::NoCheckpoint(_)
+            | Failure::Locked { .. } => Exit::Usage,
             Failure::JobChanged(_) | Failure::UnknownExperiment(_) | Failure::DataChanged(_) => Exit::Usage,
             Failure::Io { .. } | Failure::DiskTooSmall { .. } => Exit::Failure,
             Failure::Report(_) | Failure::Tensor(_) => Exit::Failure,
-            Failure::NoWholeCheckpoint { .. } | Failure::ForeignCheckpoint { .. } => Exit::Failure,
+            Failure::NoWholeCheckpoint { .. }
+            | Failure::UnusableCheckpoint { .. }
+            | Failure::ForeignCheckpoint { .. } => Exit::Failure,
         }
     }
 }

@@ -5,10 +5,12 @@
 
 mod check;
 mod completions;
+mod eval;
 pub mod exit;
 pub mod fit;
 mod init;
 pub mod plan;
+mod predict;
 mod probe;
 mod schema;
 mod verify;
@@ -44,6 +46,8 @@ Examples:
   trainer plan job.toml                    how much memory it takes, and whether it fits
   trainer fit job.toml                     train it
   trainer verify job.toml                  check that the memory plan does not change its result
+  trainer eval RUN                         metrics of a trained model
+  trainer predict RUN new.csv -o out.csv   predictions of a trained model
   trainer fit job.toml --set train.epochs=20 --resume
 
 Exit codes:
@@ -143,6 +147,8 @@ pub enum Command {
     Plan(plan::PlanArgs),
     Check(check::CheckArgs),
     Verify(verify::VerifyArgs),
+    Eval(eval::EvalArgs),
+    Predict(predict::PredictArgs),
     Probe(probe::ProbeArgs),
     Schema(schema::SchemaArgs),
     Init(init::InitArgs),
@@ -255,6 +261,8 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> Exit {
         Command::Plan(plan) => plan.run(common),
         Command::Check(check) => check.run(common),
         Command::Verify(verify) => verify.run(common),
+        Command::Eval(eval) => eval.run(common),
+        Command::Predict(predict) => predict.run(common),
         Command::Probe(probe) => probe.run(common),
         Command::Schema(schema) => schema.run(),
         Command::Init(init) => init.run(),

@@ -20,6 +20,7 @@ pub mod language;
 pub mod loader;
 pub mod order;
 mod prefetch_depth;
+pub mod preprocessing;
 pub mod sequences;
 pub mod shapes;
 pub mod shuffle_windows;
@@ -116,6 +117,22 @@ pub trait Dataset: Send + Sync {
     /// The `tokenizer.json` of the tokens, if there is one.
     fn tokenizer_json(&self) -> Option<Vec<u8>> {
         None
+    }
+
+    /// How the cells of a table become inputs and targets, if the samples are rows of one.
+    fn table_schema(&self) -> Option<&table::TableSchema> {
+        None
+    }
+
+    /// Name of a sample, such as that of its image file, if it has one.
+    fn sample_name(&self, index: u64) -> Option<String> {
+        let _ = index;
+        None
+    }
+
+    /// Per column of a table, the cells read so far whose category no training row had.
+    fn unseen_categories(&self) -> Vec<(String, u64)> {
+        Vec::new()
     }
 
     /// Other properties of the files for `trainer check` to report: (name, value) lines.

@@ -9,6 +9,7 @@
 use std::sync::Arc;
 
 use super::streaming::RecordBlock;
+use super::table::TableSchema;
 use super::{BatchRow, DataError, Dataset, Features, LengthStats, SampleKey, TargetSpec};
 use crate::base::random::{RngKey, stream_id};
 
@@ -207,6 +208,14 @@ impl Dataset for Subset {
 
     fn tokenizer_json(&self) -> Option<Vec<u8>> {
         self.dataset.tokenizer_json()
+    }
+
+    fn table_schema(&self) -> Option<&TableSchema> {
+        self.dataset.table_schema()
+    }
+
+    fn sample_name(&self, index: u64) -> Option<String> {
+        self.dataset.sample_name(self.dataset_index(index))
     }
 
     fn describe(&self) -> Vec<(String, String)> {

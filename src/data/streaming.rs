@@ -5,6 +5,7 @@
 
 mod dataset;
 
+use super::table::TableSchema;
 use super::{BatchRow, DataError, Features, LengthStats, SampleKey};
 
 pub use dataset::StreamingDataset;
@@ -63,6 +64,14 @@ pub trait ShardedDataset: Send + Sync {
     }
 
     fn input_names(&self) -> Vec<String> {
+        Vec::new()
+    }
+
+    fn table_schema(&self) -> Option<&TableSchema> {
+        None
+    }
+
+    fn unseen_categories(&self) -> Vec<(String, u64)> {
         Vec::new()
     }
 

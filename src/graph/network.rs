@@ -208,19 +208,19 @@ impl Network {
         }
     }
 
-    /// Computes the outputs of the last linear layer, (samples, outputs) or (samples, positions, outputs). They are
-    /// materialized in full, which training and evaluation never do.
-    pub fn logits(&self, exec: &Executor, inputs: &Tensor) -> StepResult<Tensor> {
+    /// Computes the outputs of the last linear layer, (samples, outputs) or (samples, positions, outputs); `None` in a
+    /// dry run. They are materialized in full, which training and evaluation never do.
+    pub fn logits(&self, exec: &Executor, inputs: Option<&Tensor>) -> StepResult<Option<Tensor>> {
         let _kernels = ReferenceScope::enter(exec.spec.backend.is_reference());
-        let x = self.forward_blocks(exec, Some(inputs))?;
-        let (Some(pass), Some(x)) = (&exec.pass, &x.value) else {
-            return Err(candle_core::Error::Msg("a dry run computes no logits".into()).into());
-        };
-        let output_layer = self.loss.output_layer(pass);
-        let (outputs, width) = output_layer.weight.dims2()?;
-        let bytes = x.elem_count() / width * outputs * x.dtype().size_in_bytes();
-        let _hold = exec.reserve(Role::Activations, self.loss.name(), bytes as u64)?;
-        Ok(output_layer.forward(x)?.0)
+        let x = self.forward_blocks(exec, inputs)?;
+        let bytes = exec.spec.bytes(self.loss.outputs_per_sample());
+        let _hold = exec.reserve(Role::Activations, self.loss.name(), bytes)?;
+        let _work =
+            exec.reserve(Role::Workspace, self.loss.name(), self.loss.cost(exec.spec).forward_workspace)?;
+        match (&exec.pass, &x.value) {
+            (Some(pass), Some(x)) => Ok(Some(self.loss.output_layer(pass).forward(x)?.0)),
+            _ => Ok(None),
+        }
     }
 
     /// Runs all blocks in evaluation mode.

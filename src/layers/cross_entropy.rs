@@ -70,6 +70,10 @@ impl Loss for CrossEntropy {
         }
     }
 
+    fn outputs_per_sample(&self) -> usize {
+        self.positions * self.classes
+    }
+
     fn cost(&self, spec: MicroBatchSpec) -> Cost {
         let rows = spec.batch * self.positions;
         let (bias, weighted) = (self.bias.is_some(), self.class_weights.is_some());

@@ -26,6 +26,9 @@ pub trait Loss: Send + Sync {
     /// The linear layer that computes the logits or predictions.
     fn output_layer<'a>(&self, pass: &'a PassContext) -> LinearKernel<'a>;
 
+    /// Logits or predictions per sample.
+    fn outputs_per_sample(&self) -> usize;
+
     /// `input_grad` is the size of the gradient, `backward_workspace` the temporaries of `forward_backward`, and
     /// `forward_workspace` those of `evaluate`.
     fn cost(&self, spec: MicroBatchSpec) -> Cost;

@@ -64,6 +64,10 @@ impl Loss for PointwiseLoss {
         }
     }
 
+    fn outputs_per_sample(&self) -> usize {
+        self.positions * self.outputs
+    }
+
     fn cost(&self, spec: MicroBatchSpec) -> Cost {
         let rows = spec.batch * self.positions;
         let (forward, backward) = match spec.backend {

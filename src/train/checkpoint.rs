@@ -2,7 +2,8 @@
 //!
 //! A checkpoint is a folder `step-N`. It holds weights and running statistics in `model.safetensors`, under the names
 //! and shapes other tools read; the EMA of the weights in `ema.safetensors`, if the job keeps one; the optimizer
-//! state in `optimizer.safetensors`; the tokenizer, if the data is text; everything else in `state.json`.
+//! state in `optimizer.safetensors`; the tokenizer, if the data is text; what turns inputs into samples in
+//! `preprocessing.json`; everything else in `state.json`.
 //!
 //! `save` writes the folder under a hidden name, syncs it with its marker `DONE`, and renames it: the rename is the
 //! commit point. Removal renames to a hidden name first, for the same reason. So a `step-N` without a marker was
@@ -33,10 +34,11 @@ use crate::param_store::ParamStore;
 
 pub use state::{CheckpointState, FORMAT};
 
-const MODEL: &str = "model.safetensors";
-const AVERAGE: &str = "ema.safetensors";
+pub const MODEL: &str = "model.safetensors";
+pub const AVERAGE: &str = "ema.safetensors";
 const OPTIMIZER: &str = "optimizer.safetensors";
-const TOKENIZER: &str = "tokenizer.json";
+pub const TOKENIZER: &str = "tokenizer.json";
+pub const PREPROCESSING: &str = "preprocessing.json";
 const STATE: &str = "state.json";
 /// The state after this step's evaluation: one line with its checksum, then the state as JSON.
 const EVALUATED: &str = "evaluated.json";
@@ -70,7 +72,7 @@ impl Checkpoints {
         Self { root: root.into() }
     }
 
-    fn path(&self, step: u64) -> PathBuf {
+    pub fn path(&self, step: u64) -> PathBuf {
         self.root.join(format!("step-{step:08}"))
     }
 
@@ -110,18 +112,18 @@ impl Checkpoints {
     }
 
     /// Writes a checkpoint and returns its path and size in bytes. An existing checkpoint of the same step stays
-    /// intact until the commit, and a failure leaves nothing behind. `tokenizer` is a file to copy into it.
+    /// intact until the commit, and a failure leaves nothing behind. `attached` are files to copy into it.
     pub fn save(
         &self,
         mut state: CheckpointState,
         tensors: &CheckpointTensors,
-        tokenizer: Option<&Path>,
+        attached: &[PathBuf],
     ) -> Result<(PathBuf, u64), Failure> {
         let (path, temporary) = (self.path(state.step), self.hidden_path(state.step, "tmp"));
         let _ = fs::remove_dir_all(&temporary);
         fs::create_dir(&temporary).map_err(Failure::io("create the checkpoint", &temporary))?;
         let step = state.step;
-        let written = self.write(&temporary, &mut state, tensors, tokenizer).and_then(|bytes| {
+        let written = self.write(&temporary, &mut state, tensors, attached).and_then(|bytes| {
             self.commit(step)?;
             Ok((path, bytes))
         });
@@ -159,17 +161,17 @@ impl Checkpoints {
         folder: &Path,
         state: &mut CheckpointState,
         tensors: &CheckpointTensors,
-        tokenizer: Option<&Path>,
+        attached: &[PathBuf],
     ) -> Result<u64, Failure> {
         let store = tensors.store;
         let (master, stats) =
             (FlatBuffer::from_tensor(&store.master_weights)?, FlatBuffer::from_tensor(&store.stats)?);
         let mut model = named_tensors(&store.layout.params, &master)?;
         model.extend(named_tensors(&store.layout.stats, &stats)?);
-        let mut files = vec![MODEL, OPTIMIZER];
+        let mut files = vec![MODEL.to_owned(), OPTIMIZER.to_owned()];
         let mut not_finite = write_tensors(&folder.join(MODEL), &model)?;
         if let Some(average) = tensors.average {
-            files.push(AVERAGE);
+            files.push(AVERAGE.to_owned());
             let average = write_tensors(
                 &folder.join(AVERAGE),
                 &named_tensors(&store.layout.params, &FlatBuffer::from_tensor(average)?)?,
@@ -180,15 +182,16 @@ impl Checkpoints {
         if let Some(tensor) = not_finite {
             return Err(Failure::NotFinite { step: state.step, tensor, checkpoint: None });
         }
-        if let Some(from) = tokenizer {
-            files.push(TOKENIZER);
-            let to = folder.join(TOKENIZER);
+        for from in attached {
+            let Some(name) = from.file_name() else { continue };
+            let to = folder.join(name);
             fs::copy(from, &to).map_err(Failure::io("write", &to))?;
             sync(&to)?;
+            files.push(name.to_string_lossy().into_owned());
         }
         for file in files {
-            let sum = checksum(&folder.join(file)).map_err(Failure::io("read", folder.join(file)))?;
-            state.files.insert(file.into(), sum);
+            let sum = checksum(&folder.join(&file)).map_err(Failure::io("read", folder.join(&file)))?;
+            state.files.insert(file, sum);
         }
         let text = json(state, &folder.join(STATE))?;
         write_synced(&folder.join(STATE), &text)?;
@@ -352,8 +355,13 @@ fn read_state(path: &Path) -> Result<CheckpointState, String> {
     })
 }
 
+/// Whether the folder is a checkpoint, intact or not.
+pub fn is_checkpoint(path: &Path) -> bool {
+    path.join(STATE).exists()
+}
+
 /// Reads the state and verifies every file against its checksum; or says what is wrong.
-fn verify_files(path: &Path) -> Result<CheckpointState, String> {
+pub fn verify_files(path: &Path) -> Result<CheckpointState, String> {
     let state = read_state(path)?;
     for (name, expected) in &state.files {
         let actual = checksum(&path.join(name)).map_err(|e| format!("cannot read {name}: {e}"))?;

@@ -26,6 +26,7 @@ use crate::kernels::reference::ReferenceScope;
 use crate::kernels::update::{cast_into, clear, ema_update, sum_of_squares, swap};
 use crate::layers::loss::{MetricSums, PendingMetricSums};
 use crate::layers::{Mode, PassContext};
+use crate::memory::gpu::GpuDevice;
 use crate::memory::process::WorkPhase;
 use crate::memory::{InjectedOom, Ledger, Reservation};
 use crate::optim::{self, Optimizer, OptimizerStep};
@@ -45,7 +46,12 @@ pub struct Ledgers {
 impl Ledgers {
     /// On the CPU both are the same ledger. `injected_oom` makes tensor reservations fail, for tests.
     pub fn new(setup: &Setup, ram: u64, injected_oom: Option<InjectedOom>) -> Self {
-        match &setup.gpu {
+        Self::on(setup.gpu.as_deref(), ram, injected_oom)
+    }
+
+    /// For tensors on this GPU, or on the CPU.
+    pub fn on(gpu: Option<&GpuDevice>, ram: u64, injected_oom: Option<InjectedOom>) -> Self {
+        match gpu {
             Some(gpu) => Self { tensors: Ledger::new(gpu.limit, injected_oom), host: Ledger::new(ram, None) },
             None => {
                 let ledger = Ledger::new(ram, injected_oom);
@@ -115,7 +121,7 @@ impl<'a> Engine<'a> {
         plan: ExecutionPlan,
         graphs: bool,
     ) -> Result<Self, StepError> {
-        let staging = BatchStaging::new(setup, &ledgers);
+        let staging = BatchStaging::new(setup.dtype, &setup.device(), &ledgers);
         let Ledgers { tensors: ledger, host: host_ledger } = ledgers;
         let reserve = |Allocation { role, name, bytes, space }| match space {
             MemorySpace::Ram => host_ledger.reserve(role, name, bytes),
@@ -259,8 +265,9 @@ impl<'a> Engine<'a> {
     /// Logits of a micro-batch, in f32: (samples, outputs) or (samples, positions, outputs).
     pub fn logits(&self, batch: &data::HostBatch) -> Result<Tensor, StepError> {
         let logits = self.run_batch(batch, Mode::Eval, 1.0, |network, exec, batch, _| {
-            self.gpu.without_failing_cudnn(|| network.logits(exec, &batch.inputs))
+            self.gpu.without_failing_cudnn(|| network.logits(exec, Some(&batch.inputs)))
         })?;
+        let logits = logits.ok_or_else(|| candle_core::Error::Msg("a pass without tensors".into()))?;
         Ok(logits.to_dtype(DType::F32)?)
     }
 

@@ -65,6 +65,16 @@ pub enum Failure {
     Locked { folder: PathBuf, pid: Option<u32> },
     #[error("`{}` is not a run: it has neither a job.toml nor checkpoints", .0.display())]
     NotARun(PathBuf),
+    #[error("the model does not fit in the memory it may use: it needs {needs} of RAM of {ram}{}", of_vram(needs_vram, vram))]
+    SessionDoesNotFit { needs: Bytes, ram: Bytes, needs_vram: Bytes, vram: Bytes },
+    #[error("{what}")]
+    WrongTask { what: &'static str, instead: &'static str },
+    #[error("a bad row: {0}")]
+    BadRow(String),
+    #[error("the run in `{}` has no checkpoint yet", .0.display())]
+    NoCheckpoint(PathBuf),
+    #[error("the checkpoint `{}` cannot be used: {problem}", folder.display())]
+    UnusableCheckpoint { folder: PathBuf, problem: String },
     #[error("the job of the run in `{}` is unknown: it has no checkpoint, and its job.toml cannot be read", .0.display())]
     UnknownExperiment(PathBuf),
     #[error("the data is not what the run was trained on: {}", .0.join("; "))]
@@ -77,6 +87,10 @@ pub enum Failure {
     NoWholeCheckpoint { folder: PathBuf, skipped: Vec<String> },
     #[error("`{}` does not belong to this model: {reason}", path.display())]
     ForeignCheckpoint { path: PathBuf, reason: String },
+}
+
+fn of_vram(needs: &Bytes, vram: &Bytes) -> String {
+    if needs.0 > 0 { format!(", and {needs} of GPU memory of {vram}") } else { String::new() }
 }
 
 fn times(deaths: usize) -> String {
@@ -141,6 +155,19 @@ impl Failure {
             Failure::JobChanged(_) => Some("start a new run, or restore these keys".into()),
             Failure::Locked { pid: Some(pid), .. } => {
                 Some(format!("wait until it ends or stop it with `kill {pid}`, or choose another `--run-dir`"))
+            }
+            Failure::SessionDoesNotFit { .. } => Some(
+                "raise `memory.ram` or `memory.vram` by `--set`, or choose another `--device`".into(),
+            ),
+            Failure::WrongTask { instead, .. } => Some((*instead).into()),
+            Failure::BadRow(_) => {
+                Some("`--set data.on_bad_record=skip` writes the error into the row and continues".into())
+            }
+            Failure::NoCheckpoint(_) => {
+                Some("wait for its first checkpoint, or let it run: `checkpoint.every_steps` sets when".into())
+            }
+            Failure::UnusableCheckpoint { .. } => {
+                Some("`--checkpoint last` or `--checkpoint step-N` takes another one".into())
             }
             Failure::UnknownExperiment(_) => Some("start a new run in another folder".into()),
             Failure::DataChanged(_) => {

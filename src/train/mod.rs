@@ -19,9 +19,9 @@ pub mod run_dir;
 pub mod run_lock;
 pub mod setup;
 pub mod signals;
-mod staging;
+pub mod staging;
 pub mod supervisor;
-mod tensor_files;
+pub mod tensor_files;
 pub mod verify;
 
 pub use failure::Failure;

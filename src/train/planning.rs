@@ -77,7 +77,7 @@ impl Setup {
         let state = optim::state_bytes(&job.optimizer.of_kind(optimizer), params);
         let averages = if job.train.ema.is_some() { 2 } else { 1 };
         let values = (averages * params.len + self.layout.stats.len) as u64 * 4;
-        let checkpoint_bytes = values + state + self.tokenizer_bytes + NON_TENSOR_BYTES;
+        let checkpoint_bytes = values + state + self.attached_bytes() + NON_TENSOR_BYTES;
         let count = |every: Interval| match every {
             Interval::Steps(n) => self.total_steps / n,
             Interval::Epochs(n) => self.total_steps / n.saturating_mul(self.order.updates_per_epoch()).max(1),

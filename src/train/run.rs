@@ -278,6 +278,6 @@ fn mean_loss(metric_sums: &MetricSums) -> f64 {
 }
 
 /// The sampling order fixes the number of samples, so a loader that ends early is at fault.
-fn ended_early() -> DataError {
+pub fn ended_early() -> DataError {
     DataError::NoSamples { set: "the loader".into(), why: "it ended before the last sample".into() }
 }

@@ -40,6 +40,11 @@ impl RunDir {
         self.root.join("tokenizer.json")
     }
 
+    /// What turns inputs into samples.
+    pub fn preprocessing(&self) -> PathBuf {
+        self.root.join("preprocessing.json")
+    }
+
     pub fn events(&self) -> PathBuf {
         self.root.join("events.jsonl")
     }
@@ -82,7 +87,15 @@ impl RunDir {
 
     /// Removes files that a killed process left half-written. Only the owner of the run lock may call this.
     pub fn clean(&self) -> Result<(), Failure> {
-        for path in [self.job(), self.plan(), self.tokenizer(), self.summary(), self.oom(), self.metrics()] {
+        for path in [
+            self.job(),
+            self.plan(),
+            self.tokenizer(),
+            self.preprocessing(),
+            self.summary(),
+            self.oom(),
+            self.metrics(),
+        ] {
             let full = path.with_added_extension("tmp");
             for leftover in [path.with_extension("tmp"), full].into_iter().filter(|left| left.exists()) {
                 fs::remove_file(&leftover).map_err(Failure::io("remove", leftover))?;

@@ -12,15 +12,16 @@ use crate::base::{Backend, MicroBatchSpec};
 use crate::data::bad_records::BadRecordPolicy;
 use crate::data::loader::LoaderOptions;
 use crate::data::order::Order;
+use crate::data::preprocessing::Preprocessing;
 use crate::data::transforms::LargeImages;
 use crate::data::{DatasetContext, loader, streaming};
 use crate::graph::network::Network;
-use crate::job::{Job, LoaderConfig, OnBadRecord, OptimizerConfig, Precision, RunLength};
+use crate::job::{Job, LoaderConfig, ModelConfig, OnBadRecord, OptimizerConfig, Precision, RunLength};
 use crate::kernels::matmul;
 use crate::memory::gpu::GpuDevice;
 use crate::memory::measure;
 use crate::memory::process::{ProcessMemory, ThreadStacks, WorkPhase};
-use crate::models::ModelError;
+use crate::models::{BuiltModel, ModelError};
 use crate::params::ParamLayout;
 use crate::planner::budget::{self, TargetMachine};
 
@@ -54,6 +55,8 @@ pub struct Setup {
     /// 8-bit variant otherwise.
     pub(super) optimizer: OptimizerConfig,
     pub(super) optimizer_is_fixed: bool,
+    /// What turns inputs into samples; checkpoints keep it.
+    pub preprocessing: Preprocessing,
     /// Bytes of the tokenizer that checkpoints keep, and of the data cache on disk.
     pub(super) tokenizer_bytes: u64,
     pub(super) data_cache_bytes: u64,
@@ -130,12 +133,8 @@ impl Setup {
 
     /// The job's network for samples of these features, fused for this backend.
     pub(super) fn network_on(&self, backend: Backend, features: &Features) -> Network {
-        match crate::models::build(&self.job.model, features) {
-            Ok(built) if backend.is_reference() => built.network.on_reference(),
-            Ok(built) => {
-                let dtype = self.activation_dtype(backend);
-                built.network.fuse(MicroBatchSpec { batch: 1, dtype, backend })
-            }
+        match fused_network(&self.job.model, features, self.activation_dtype(backend), backend) {
+            Ok(built) => built.network,
             Err(error) => unreachable!("this model was built before: {error}"),
         }
     }
@@ -182,13 +181,8 @@ impl Setup {
         let threads = rayon::current_num_threads();
         let backend = Backend::Cpu { threads };
         let dtype = activation_dtype(job.train.precision, backend);
-        let spec = MicroBatchSpec { batch: 1, dtype, backend };
-        let built = crate::models::build(&job.model, datasets.train.features())?;
-        let bucket_networks = datasets.train.features().shorter_buckets().map(|features| {
-            let network = crate::models::build(&job.model, &features)?.network.fuse(spec);
-            Ok(BucketNetwork { features, network })
-        });
-        let bucket_networks = bucket_networks.collect::<Result<Vec<_>, ModelError>>()?;
+        let built = fused_network(&job.model, datasets.train.features(), dtype, backend)?;
+        let bucket_networks = bucket_networks(&job.model, datasets.train.features(), dtype, backend)?;
         let samples = job.train.samples_per_update() as u64;
         let shuffle = job.data.loader.shuffle;
         let order = Order::for_dataset(datasets.train.as_ref(), samples, job.seed, shuffle, shuffle_buffer)?;
@@ -204,9 +198,11 @@ impl Setup {
             workers => workers,
         };
         let prefetch = budget::prefetch(&job, datasets.train.features(), ram);
+        let template = super::datasets::chat_template(&job)?;
         let mut setup = Self {
             optimizer: job.optimizer.clone(),
             optimizer_is_fixed: false,
+            preprocessing: Preprocessing::of(datasets.valid.as_ref(), template),
             tokenizer_bytes: datasets.train.tokenizer_json().map_or(0, |text| text.len() as u64),
             data_cache_bytes: 0,
             large_images: Arc::default(),
@@ -217,7 +213,7 @@ impl Setup {
             reference: false,
             job,
             datasets,
-            network: built.network.fuse(spec),
+            network: built.network,
             fused_elsewhere: OnceLock::new(),
             bucket_networks,
             layout: built.layout,
@@ -263,6 +259,11 @@ impl Setup {
         bucket.map_or((self.features(), &self.network), |bucket| (&bucket.features, &bucket.network))
     }
 
+    /// Bytes of the files that every checkpoint has besides its tensors and its state.
+    pub(super) fn attached_bytes(&self) -> u64 {
+        self.tokenizer_bytes + self.preprocessing.to_json().len() as u64
+    }
+
     pub fn num_parameters(&self) -> u64 {
         self.layout.params.len as u64
     }
@@ -305,8 +306,37 @@ pub(super) fn bad_record_policy(loading: &LoaderConfig) -> BadRecordPolicy {
     }
 }
 
+/// The networks for padded samples of the shorter buckets.
+pub fn bucket_networks(
+    model: &ModelConfig,
+    features: &Features,
+    dtype: DType,
+    backend: Backend,
+) -> Result<Vec<BucketNetwork>, ModelError> {
+    let network = |features: Features| {
+        let network = fused_network(model, &features, dtype, backend)?.network;
+        Ok(BucketNetwork { features, network })
+    };
+    features.shorter_buckets().map(network).collect()
+}
+
+/// The network of a job's model for samples of these features, fused for this backend.
+pub fn fused_network(
+    model: &ModelConfig,
+    features: &Features,
+    dtype: DType,
+    backend: Backend,
+) -> Result<BuiltModel, ModelError> {
+    let BuiltModel { network, layout } = crate::models::build(model, features)?;
+    let network = match backend.is_reference() {
+        true => network.on_reference(),
+        false => network.fuse(MicroBatchSpec { batch: 1, dtype, backend }),
+    };
+    Ok(BuiltModel { network, layout })
+}
+
 /// Dtype of activations: what the job says or, on the reference backend, f32, which candle has everywhere.
-fn activation_dtype(precision: Precision, backend: Backend) -> DType {
+pub fn activation_dtype(precision: Precision, backend: Backend) -> DType {
     match precision {
         _ if backend.is_reference() => DType::F32,
         Precision::Auto if backend.is_cuda() => DType::BF16,

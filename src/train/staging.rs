@@ -9,7 +9,6 @@ mod gpu;
 use candle_core::{DType, Device, Tensor};
 
 use super::engine::Ledgers;
-use super::setup::Setup;
 use crate::base::features::{Features, InputSpec, TargetSpec};
 use crate::data::{self, BatchValues};
 use crate::graph::network::{DeviceBatch, StepError};
@@ -30,12 +29,13 @@ struct BatchSpec {
 }
 
 impl BatchStaging {
-    pub fn new(setup: &Setup, ledgers: &Ledgers) -> Self {
-        let _ = ledgers;
+    /// For a network that takes floats as `dtype` on `device`.
+    pub fn new(dtype: DType, device: &Device, ledgers: &Ledgers) -> Self {
+        let _ = (ledgers, device);
         Self {
-            dtype: setup.dtype,
+            dtype,
             #[cfg(feature = "cuda")]
-            gpu: gpu::GpuStaging::new(&setup.device(), ledgers),
+            gpu: gpu::GpuStaging::new(device, ledgers),
         }
     }
 

@@ -13,6 +13,7 @@ use super::Failure;
 use crate::base::regular_file;
 use crate::kernels::cpu::{self, View};
 use crate::kernels::host;
+use crate::kernels::update::cast_into;
 use crate::params::{FlatLayout, MemoryFormat, TensorSpec};
 
 /// A tensor in the shape other tools expect.
@@ -322,4 +323,19 @@ fn checked_bytes<'a>(
         ));
     }
     Ok(tensor.data())
+}
+
+/// Loads the tensors of a file by name into views of any float dtype, one tensor at a time.
+pub fn load_views(file: &Path, flat: &FlatLayout, views: &[Tensor]) -> Result<(), Failure> {
+    let mismatch = |reason: String| Failure::ForeignCheckpoint { path: file.to_owned(), reason };
+    let mapped = MappedFile::open(file)?;
+    let tensors = SafeTensors::deserialize(&mapped.0).map_err(|e| mismatch(e.to_string()))?;
+    for ((spec, _), view) in flat.in_declaration_order().zip(views) {
+        let bytes = checked_bytes(&tensors, &spec.name, Dtype::F32, &spec.shape).map_err(mismatch)?;
+        let mut values = vec![0f32; spec.len()];
+        mapped.read_param(bytes, &spec.shape, spec.memory_format, &mut values);
+        let values = Tensor::from_vec(values, spec.len(), view.device())?;
+        cast_into(&values, &view.flatten_all()?)?;
+    }
+    Ok(())
 }

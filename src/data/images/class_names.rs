@@ -11,6 +11,15 @@ pub struct ClassNames {
 }
 
 impl ClassNames {
+    /// These names, with the ids of their positions.
+    pub fn from_names(names: &[String]) -> Self {
+        let mut all = Self::default();
+        for name in names {
+            all.intern(name);
+        }
+        all
+    }
+
     pub fn len(&self) -> usize {
         self.names.len()
     }

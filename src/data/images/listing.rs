@@ -149,6 +149,18 @@ impl ImageListing {
         Ok(())
     }
 
+    /// Adds every image below a folder, or a single image, with the first class: they have no labels.
+    pub fn add_unlabelled(&mut self, path: &Path) -> Result<(), DataError> {
+        if path.is_dir() {
+            self.add_container(path);
+            return self.add_recursive(path, Path::new(""), 0, 0);
+        }
+        let (folder, name) = (path.parent().unwrap_or(Path::new("")), path.file_name().unwrap_or(path.as_os_str()));
+        self.add_container(folder);
+        self.add(name, 0);
+        Ok(())
+    }
+
     fn add_recursive(
         &mut self,
         root: &Path,

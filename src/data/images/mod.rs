@@ -160,6 +160,33 @@ impl ImageFiles {
         Ok(set)
     }
 
+    /// Lists images without labels: folders, at any depth, and files.
+    pub fn open_unlabelled(
+        files: &[PathBuf],
+        options: ImageOptions,
+        classes: &ClassNames,
+        ctx: &DatasetContext,
+    ) -> Result<Self, DataError> {
+        let mut listing = ImageListing::default();
+        listing.class_names = classes.clone();
+        files::resolve_patterns(files)?.iter().try_for_each(|file| listing.add_unlabelled(file))?;
+        if listing.is_empty() {
+            let set = format!("`{}`", files.first().map_or(Path::new(""), PathBuf::as_path).display());
+            return Err(DataError::NoSamples { set, why: "no file in it has an image extension".into() });
+        }
+        let archives = listing.containers.iter().map(|_| None).collect();
+        let mut set = Self {
+            listing,
+            archives,
+            options,
+            compressed: false,
+            header_stats: HeaderStats::default(),
+            large_images: ctx.large_images.clone(),
+        };
+        set.scan_headers(ctx);
+        Ok(set)
+    }
+
     pub fn names(&self) -> &ClassNames {
         &self.listing.class_names
     }
@@ -489,6 +516,10 @@ impl Dataset for ImageDataset {
 
     fn class(&self, index: u64) -> Option<u32> {
         Some(self.image_files.listing.class(index as usize))
+    }
+
+    fn sample_name(&self, index: u64) -> Option<String> {
+        Some(self.image_files.path(index as usize).display().to_string())
     }
 
     fn describe(&self) -> Vec<(String, String)> {

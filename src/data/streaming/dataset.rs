@@ -14,6 +14,7 @@ use std::thread::{self, JoinHandle};
 
 use super::{RecordBlock, SEQUENTIAL_WINDOW_BYTES, ShardReader, ShardedDataset};
 use crate::base::panics::catch_panic;
+use crate::data::table::TableSchema;
 use crate::data::{BatchRow, DataError, Dataset, Features, LengthStats, SampleKey};
 
 /// Records in shards, with random access.
@@ -213,6 +214,14 @@ impl Dataset for StreamingDataset {
 
     fn input_names(&self) -> Vec<String> {
         self.cache.shards.input_names()
+    }
+
+    fn table_schema(&self) -> Option<&TableSchema> {
+        self.cache.shards.table_schema()
+    }
+
+    fn unseen_categories(&self) -> Vec<(String, u64)> {
+        self.cache.shards.unseen_categories()
     }
 
     fn describe(&self) -> Vec<(String, String)> {

@@ -6,6 +6,8 @@ use std::borrow::Cow;
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::path::Path;
 
+use serde::{Deserialize, Serialize};
+
 use super::decimal::parse_decimal;
 use super::{CellValue, TableSettings, TableTask};
 use crate::data::DataError;
@@ -18,7 +20,7 @@ const MAX_INTEGER_CLASSES: usize = 20;
 const MAX_SHOWN_NAMES: usize = 30;
 
 /// A column in use.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Column {
     pub name: String,
     /// Index in the file, from 0.
@@ -27,7 +29,8 @@ pub struct Column {
     pub target: bool,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
 pub enum ColumnKind {
     Number,
     Category,
@@ -251,7 +254,7 @@ pub fn select_columns(
 }
 
 /// Lists the columns and suggests the closest name.
-fn suggest_column(name: &str, names: &[String]) -> String {
+pub fn suggest_column(name: &str, names: &[String]) -> String {
     let similar = names.iter().map(|other| (strsim::jaro_winkler(name, other), other));
     let best = similar.filter(|(similarity, _)| *similarity > 0.8).max_by(|a, b| a.0.total_cmp(&b.0));
     let suggestion = best.map(|(_, other)| format!("; did you mean `{other}`?")).unwrap_or_default();

@@ -9,7 +9,7 @@ use rayon::prelude::*;
 use super::columns::Column;
 use super::csv::{CsvHeader, CsvRow};
 use super::dialect::{Dialect, RowFields};
-use super::encoding::RowEncoder;
+use super::encoding::{RowEncoder, TableSchema};
 use super::rows::RowReader;
 use super::{RowCells, RowVisitor, TableReader};
 use crate::data::cache::CacheKey;
@@ -188,7 +188,7 @@ impl ShardedDataset for CompressedCsvDataset {
         let line = || u64::from_le_bytes(*line);
         FIELDS.with_borrow_mut(|fields| {
             let (form, path) = ((packed.dialect, packed.width), &packed.files[file].path);
-            let cells = CsvRow::new(row, fields, form, &self.encoder.columns, path, &line)?;
+            let cells = CsvRow::new(row, fields, form, &self.encoder.schema.columns, path, &line)?;
             self.encoder.encode_row(&cells, into)
         })
     }
@@ -203,6 +203,14 @@ impl ShardedDataset for CompressedCsvDataset {
 
     fn input_names(&self) -> Vec<String> {
         self.encoder.input_names()
+    }
+
+    fn table_schema(&self) -> Option<&TableSchema> {
+        Some(&self.encoder.schema)
+    }
+
+    fn unseen_categories(&self) -> Vec<(String, u64)> {
+        self.encoder.unseen_categories()
     }
 
     fn describe(&self) -> Vec<(String, String)> {

@@ -14,7 +14,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use super::columns::{CellParser, Column, ColumnInference, SAMPLE_ROWS};
 use super::dialect::{Dialect, MAX_ROW_BYTES, RowEnds, RowFields};
-use super::encoding::RowEncoder;
+use super::encoding::{RowEncoder, TableSchema};
 use super::row_index::{self, RowBlock, RowIndex, RowScan};
 use super::rows::RowReader;
 use super::{CellValue, RowCells, RowVisitor, TableReader};
@@ -370,7 +370,7 @@ impl Dataset for CsvDataset {
                 buffer.next_row += 1;
                 if buffer.next_row > index {
                     let line = || file.line_number(buffer.start + at as u64);
-                    let (form, columns) = ((dialect, text.width), &self.encoder.columns);
+                    let (form, columns) = ((dialect, text.width), &self.encoder.schema.columns);
                     let cells = CsvRow::new(row, &mut buffer.fields, form, columns, &file.path, &line)?;
                     return self.encoder.encode_row(&cells, into);
                 }
@@ -388,6 +388,14 @@ impl Dataset for CsvDataset {
 
     fn input_names(&self) -> Vec<String> {
         self.encoder.input_names()
+    }
+
+    fn table_schema(&self) -> Option<&TableSchema> {
+        Some(&self.encoder.schema)
+    }
+
+    fn unseen_categories(&self) -> Vec<(String, u64)> {
+        self.encoder.unseen_categories()
     }
 
     fn describe(&self) -> Vec<(String, String)> {

@@ -8,7 +8,7 @@ use super::columns::{self, CellParser, Column, ColumnInference, ColumnKind};
 use super::compressed_csv::{CompressedCsv, CompressedCsvDataset};
 use super::csv::{CsvDataset, CsvHeader, CsvTable};
 use super::dialect::Dialect;
-use super::encoding::RowEncoder;
+use super::encoding::{RowEncoder, TableSchema};
 use super::parquet::{ParquetDataset, ParquetFiles};
 use super::statistics::{StatisticsPass, TableStatistics};
 use super::{MissingPolicy, TableReader, TableSettings};
@@ -81,7 +81,8 @@ pub fn open(
     } else {
         None
     };
-    let encoder = Arc::new(RowEncoder::new(&paths[0], &columns, parser, settings, statistics.as_ref())?);
+    let schema = TableSchema { columns, statistics };
+    let encoder = Arc::new(RowEncoder::new(&paths[0], schema, parser, settings)?);
     // The class counts cover the training rows. They are those of the whole file only if validation has its own files.
     let balance = encoder.class_counts.clone().filter(|_| valid.is_some());
     let train = train.into_dataset(&encoder, balance, Some(ctx.shuffle_buffer));
@@ -92,6 +93,23 @@ pub fn open(
             Ok((Arc::new(train), Arc::new(valid)))
         }
     }
+}
+
+/// Opens files whose rows are encoded as those of another table were, in the order of the files.
+pub fn open_with_schema(
+    files: &[PathBuf],
+    format: TableFileFormat,
+    settings: &TableSettings,
+    schema: &TableSchema,
+    ctx: &DatasetContext,
+) -> Result<DatasetRef, DataError> {
+    let paths = files::resolve_patterns(files)?;
+    let mut table = OpenedTable::open(&paths, format, ctx)?;
+    let schema = schema.located(&paths[0], &table.names)?;
+    table.measure_readers(&schema.columns, ctx)?;
+    let parser = CellParser::new(&settings.missing, &settings.trim);
+    let encoder = Arc::new(RowEncoder::new(&paths[0], schema, parser, settings)?);
+    Ok(table.into_dataset(&encoder, None, None))
 }
 
 /// Whether a pass over the training rows is needed before the first sample can be encoded.

@@ -6,6 +6,9 @@
 
 use std::collections::HashMap;
 use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use serde::{Deserialize, Serialize};
 
 use super::columns::{CellParser, Column, ColumnKind};
 use super::statistics::{CategoryCounts, ColumnStatistics, Moments, TableStatistics};
@@ -20,12 +23,71 @@ pub const INVALID: f64 = f64::from_bits(0x7ff8_0000_0000_0002);
 /// Columns that are described individually; the rest is summarized.
 const MAX_DESCRIBED_COLUMNS: usize = 40;
 
-/// Encodes every row of a table into a sample.
-pub struct RowEncoder {
+/// The columns of a table and their statistics in the training rows: with the job's settings, all that encodes a row.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct TableSchema {
     /// Inputs, then targets.
     pub columns: Vec<Column>,
+    /// Those of `columns`; `None` if none were needed.
+    pub statistics: Option<TableStatistics>,
+}
+
+impl TableSchema {
+    /// The schema of the inputs alone, for rows without a target.
+    pub fn inputs(&self) -> Self {
+        let is_input = |i: &usize| !self.columns[*i].target;
+        let kept = || (0..self.columns.len()).filter(is_input);
+        Self {
+            columns: kept().map(|i| self.columns[i].clone()).collect(),
+            statistics: self.statistics.as_ref().map(|statistics| TableStatistics {
+                columns: kept().map(|i| statistics.columns[i].clone()).collect(),
+                ..statistics.clone()
+            }),
+        }
+    }
+
+    /// The same schema for a file with other columns around these, or in another order.
+    pub fn located(&self, file: &Path, names: &[String]) -> Result<Self, DataError> {
+        let places: HashMap<&str, usize> = names.iter().map(String::as_str).zip(0..).collect();
+        let locate = |column: &Column| match places.get(column.name.as_str()) {
+            Some(&index) => Ok(Column { index, ..column.clone() }),
+            None => Err(DataError::Table {
+                file: file.to_owned(),
+                place: String::new(),
+                problem: format!(
+                    "it has no column `{}`{}",
+                    column.name,
+                    super::columns::suggest_column(&column.name, names)
+                ),
+                hint: "the model was trained with this column: the file must have all of its input columns",
+            }),
+        };
+        let columns = self.columns.iter().map(locate).collect::<Result<_, _>>()?;
+        Ok(Self { columns, statistics: self.statistics.clone() })
+    }
+
+    /// What turns the standardized values of the targets back into their own units, as (mean, standard deviation).
+    pub fn target_scales(&self, settings: &TableSettings) -> Vec<(f64, f64)> {
+        let scale = |(i, column): (usize, &Column)| {
+            let statistics = self.statistics.as_ref().map(|statistics| &statistics.columns[i]);
+            match (column.kind, statistics) {
+                (ColumnKind::Number, Some(ColumnStatistics::Number(moments))) if settings.standardise => {
+                    (moments.mean, if moments.std() > 0.0 { moments.std() } else { 1.0 })
+                }
+                _ => (0.0, 1.0),
+            }
+        };
+        self.columns.iter().enumerate().filter(|(_, column)| column.target).map(scale).collect()
+    }
+}
+
+/// Encodes every row of a table into a sample.
+pub struct RowEncoder {
+    pub schema: TableSchema,
     column_encoders: Vec<ColumnEncoder>,
     parser: CellParser,
+    /// Per column, cells with an unseen category.
+    unseen: Vec<AtomicU64>,
     pub features: Features,
     /// Training samples per class, if counted.
     pub class_counts: Option<Vec<u64>>,
@@ -49,22 +111,22 @@ struct CategoryIndex {
 }
 
 impl RowEncoder {
-    /// `statistics` are those of `columns`; `None` if none were needed.
     pub fn new(
         file: &Path,
-        columns: &[Column],
+        schema: TableSchema,
         parser: CellParser,
         settings: &TableSettings,
-        statistics: Option<&TableStatistics>,
     ) -> Result<Self, DataError> {
         let mut row_encoder = Self {
-            columns: columns.to_vec(),
+            schema: schema.clone(),
             column_encoders: Vec::new(),
             parser,
+            unseen: schema.columns.iter().map(|_| AtomicU64::new(0)).collect(),
             features: Features::new(InputSpec::Floats { shape: vec![0] }, TargetSpec::Values { len: 0 }),
             class_counts: None,
             description: Vec::new(),
         };
+        let (columns, statistics) = (&schema.columns, schema.statistics.as_ref());
         let (mut inputs, mut targets, mut classes) = (0, 0, None);
         let mut categories = Vec::new();
         for (i, column) in columns.iter().enumerate() {
@@ -170,7 +232,7 @@ impl RowEncoder {
     /// Encodes a row into a sample.
     pub fn encode_row(&self, cells: &impl RowCells, into: &mut BatchRow<'_>) -> Result<(), DataError> {
         into.input.as_f32_mut().fill(0.0);
-        for i in 0..self.columns.len() {
+        for i in 0..self.schema.columns.len() {
             let code = self.encode_cell(i, cells.cell(i));
             self.write_cell(i, code, into).map_err(|expected| cells.cell_error(i, expected))?;
         }
@@ -179,7 +241,7 @@ impl RowEncoder {
 
     /// What was expected, if the code cannot be encoded.
     pub fn expected_instead(&self, i: usize, code: f64) -> Option<String> {
-        let column = &self.columns[i];
+        let column = &self.schema.columns[i];
         let is_missing = code.to_bits() == MISSING.to_bits();
         match &self.column_encoders[i] {
             ColumnEncoder::Number { fill: None, .. } | ColumnEncoder::Class { .. } if is_missing => {
@@ -213,13 +275,16 @@ impl RowEncoder {
         if let ColumnEncoder::Number { mean, scale, at, .. } = &self.column_encoders[i] {
             let value = ((code - mean) * scale) as f32;
             if value.is_finite() {
-                let row = if self.columns[i].target { &mut into.target } else { &mut into.input };
+                let row = if self.schema.columns[i].target { &mut into.target } else { &mut into.input };
                 row.as_f32_mut()[*at] = value;
                 return Ok(());
             }
         }
         if let Some(expected) = self.expected_instead(i, code) {
             return Err(expected);
+        }
+        if code.to_bits() == INVALID.to_bits() {
+            self.unseen[i].fetch_add(1, Ordering::Relaxed);
         }
         match &self.column_encoders[i] {
             ColumnEncoder::Number { mean, scale, fill, at, flag } => {
@@ -242,11 +307,18 @@ impl RowEncoder {
         Ok(())
     }
 
+    /// Per column, the cells encoded so far whose category no training row had.
+    pub fn unseen_categories(&self) -> Vec<(String, u64)> {
+        let counts = self.unseen.iter().map(|count| count.load(Ordering::Relaxed));
+        let named = self.schema.columns.iter().map(|column| column.name.clone()).zip(counts);
+        named.filter(|(_, count)| *count > 0).collect()
+    }
+
     /// Name of each input value: the column name, with the category if the column is one-hot.
     pub fn input_names(&self) -> Vec<String> {
         let mut names = vec![String::new(); self.features.input_len()];
         for (column, how) in
-            self.columns.iter().zip(&self.column_encoders).filter(|(column, _)| !column.target)
+            self.schema.columns.iter().zip(&self.column_encoders).filter(|(column, _)| !column.target)
         {
             match how {
                 ColumnEncoder::Number { at, flag, .. } => {
@@ -271,7 +343,7 @@ impl RowEncoder {
     /// One line per column.
     pub fn describe(&self) -> Vec<(String, String)> {
         let mut about = self.description.clone();
-        let more = self.columns.len().saturating_sub(MAX_DESCRIBED_COLUMNS);
+        let more = self.schema.columns.len().saturating_sub(MAX_DESCRIBED_COLUMNS);
         if more > 0 {
             // Targets come last and are always listed.
             let inputs = MAX_DESCRIBED_COLUMNS - 1;
@@ -290,7 +362,7 @@ impl RowEncoder {
             ColumnEncoder::Number { .. } => 0,
         };
         let encoders = self.column_encoders.iter().map(|how| list(how) + size_of::<ColumnEncoder>() as u64);
-        let columns = self.columns.iter().map(|column| size_of::<Column>() + column.name.capacity());
+        let columns = self.schema.columns.iter().map(|column| size_of::<Column>() + column.name.capacity());
         let texts = self.description.iter().flat_map(|(name, text)| [name, text]);
         encoders.sum::<u64>() + columns.sum::<usize>() as u64 + super::strings_bytes(texts)
     }

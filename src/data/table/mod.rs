@@ -12,6 +12,7 @@ mod dataset;
 mod decimal;
 mod dialect;
 mod encoding;
+mod input_rows;
 mod parquet;
 mod parquet_pages;
 mod row_index;
@@ -22,8 +23,10 @@ mod tests;
 
 use std::path::Path;
 
-pub use dataset::{TableFileFormat, TableFiles, open};
+pub use dataset::{TableFileFormat, TableFiles, open, open_with_schema};
 pub use dialect::{Dialect, FieldDelimiter};
+pub use encoding::TableSchema;
+pub use input_rows::TableRows;
 
 use self::columns::Column;
 use super::DataError;

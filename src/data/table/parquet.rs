@@ -16,7 +16,7 @@ use parquet::schema::types::ColumnDescriptor;
 use rayon::prelude::*;
 
 use super::columns::{CellParser, Column, ColumnInference, SAMPLE_ROWS};
-use super::encoding::RowEncoder;
+use super::encoding::{RowEncoder, TableSchema};
 use super::{CellValue, RowCells, RowVisitor, TableReader, parquet_pages};
 use crate::base::regular_file;
 use crate::data::cache::CacheKey;
@@ -485,7 +485,7 @@ pub struct ParquetDataset {
 
 impl ParquetDataset {
     pub fn new(table: ParquetFiles, encoder: Arc<RowEncoder>, class_counts: Option<Vec<u64>>) -> Self {
-        let width = (encoder.columns.len() * CODE_BYTES) as u64;
+        let width = (encoder.schema.columns.len() * CODE_BYTES) as u64;
         let most = (BLOCK_BYTES / width).max(1);
         let cut = |(shard, group): (usize, &RowGroup)| {
             let rows = group.rows;
@@ -516,7 +516,7 @@ impl ShardReader for RowGroupReader {
                 return Ok(false);
             }
         }
-        let columns = &self.encoder.columns;
+        let columns = &self.encoder.schema.columns;
         let row = DecodedRow { rows, row: rows.next_row, columns, record: self.record };
         let start = into.len();
         let mut wrong = None;
@@ -553,7 +553,7 @@ impl ShardedDataset for ParquetDataset {
     fn open(&self, shard: u32) -> Result<Box<dyn ShardReader>, DataError> {
         let group = self.table.row_groups[shard as usize];
         let rows =
-            self.table.open_row_group(group, self.encoder.columns.iter().map(|column| column.index))?;
+            self.table.open_row_group(group, self.encoder.schema.columns.iter().map(|column| column.index))?;
         Ok(Box::new(RowGroupReader { rows, encoder: self.encoder.clone(), record: group.first_in_file }))
     }
 
@@ -578,7 +578,7 @@ impl ShardedDataset for ParquetDataset {
                 DataError::Value {
                     file: self.table.files[group.file].0.clone(),
                     record: group.first_in_file + index - group.first_row,
-                    column: Some(self.encoder.columns[i].name.clone()),
+                    column: Some(self.encoder.schema.columns[i].name.clone()),
                     value: code.to_string(),
                     expected,
                 }
@@ -605,6 +605,14 @@ impl ShardedDataset for ParquetDataset {
 
     fn input_names(&self) -> Vec<String> {
         self.encoder.input_names()
+    }
+
+    fn table_schema(&self) -> Option<&TableSchema> {
+        Some(&self.encoder.schema)
+    }
+
+    fn unseen_categories(&self) -> Vec<(String, u64)> {
+        self.encoder.unseen_categories()
     }
 
     fn describe(&self) -> Vec<(String, String)> {

@@ -68,7 +68,7 @@ fn what_is_saved_is_what_is_loaded() {
     let folder = tempfile::tempdir().unwrap();
     let checkpoints = Checkpoints::new(folder.path());
     let (store, optimizer) = build(1);
-    let (path, _) = checkpoints.save(state(7), &tensors(&store, &optimizer), None).unwrap();
+    let (path, _) = checkpoints.save(state(7), &tensors(&store, &optimizer), &[]).unwrap();
     let NewestCheckpoint { found: Some((found, at)), skipped } = checkpoints.newest() else {
         panic!("not found")
     };
@@ -84,7 +84,7 @@ fn filters_are_named_channels_first() {
     let folder = tempfile::tempdir().unwrap();
     let (store, optimizer) = build(1);
     let (path, _) =
-        Checkpoints::new(folder.path()).save(state(1), &tensors(&store, &optimizer), None).unwrap();
+        Checkpoints::new(folder.path()).save(state(1), &tensors(&store, &optimizer), &[]).unwrap();
     let tensors = candle_core::safetensors::load(path.join(MODEL), &Device::Cpu).unwrap();
     let expected = store.weight_views()[0]
         .permute((0, 3, 1, 2))
@@ -104,7 +104,7 @@ fn a_damaged_checkpoint_is_passed_over_with_the_reason() {
     let checkpoints = Checkpoints::new(folder.path());
     let (store, optimizer) = build(1);
     for step in [1, 2, 3, 4] {
-        checkpoints.save(state(step), &tensors(&store, &optimizer), None).unwrap();
+        checkpoints.save(state(step), &tensors(&store, &optimizer), &[]).unwrap();
     }
     let damage = |step: u64, file: &str, at: usize| {
         let path = checkpoints.path(step).join(file);
@@ -155,7 +155,7 @@ fn the_newest_and_the_best_are_kept() {
     let folder = tempfile::tempdir().unwrap();
     let checkpoints = Checkpoints::new(folder.path());
     let (store, optimizer) = build(1);
-    (1..=5).for_each(|step| drop(checkpoints.save(state(step), &tensors(&store, &optimizer), None).unwrap()));
+    (1..=5).for_each(|step| drop(checkpoints.save(state(step), &tensors(&store, &optimizer), &[]).unwrap()));
     checkpoints.prune(2, Some(2)).unwrap();
     assert_eq!(checkpoints.steps(), [5, 4, 2]);
 }
@@ -165,7 +165,7 @@ fn an_evaluation_is_added_and_one_that_is_damaged_is_due_again() {
     let folder = tempfile::tempdir().unwrap();
     let checkpoints = Checkpoints::new(folder.path());
     let (store, optimizer) = build(1);
-    let (path, _) = checkpoints.save(state(3), &tensors(&store, &optimizer), None).unwrap();
+    let (path, _) = checkpoints.save(state(3), &tensors(&store, &optimizer), &[]).unwrap();
     let metrics = BTreeMap::from([("valid.loss".into(), f64::NAN), ("valid.accuracy".into(), 0.5)]);
     checkpoints.save_evaluation(&CheckpointState { evaluation_due: false, metrics, ..state(3) }).unwrap();
     let newest = || checkpoints.newest().found.unwrap().0;
@@ -183,7 +183,7 @@ fn what_is_not_finite_is_not_saved() {
     let (store, optimizer) = build(1);
     crate::kernels::cpu::with_slice_mut::<f32, _>(&store.master_weights, |all| all[24] = f32::INFINITY)
         .unwrap();
-    match checkpoints.save(state(4), &tensors(&store, &optimizer), None) {
+    match checkpoints.save(state(4), &tensors(&store, &optimizer), &[]) {
         Err(Failure::NotFinite { step: 4, tensor, .. }) => assert_eq!(tensor, "bias"),
         other => panic!("{other:?}"),
     }
@@ -192,7 +192,7 @@ fn what_is_not_finite_is_not_saved() {
     let average = store.master_weights.copy().unwrap();
     crate::kernels::cpu::with_slice_mut::<f32, _>(&average, |all| all[0] = f32::NAN).unwrap();
     let averaged = CheckpointTensors { average: Some(&average), ..tensors(&store, &optimizer) };
-    assert!(matches!(checkpoints.save(state(4), &averaged, None), Err(Failure::NotFinite { .. })));
+    assert!(matches!(checkpoints.save(state(4), &averaged, &[]), Err(Failure::NotFinite { .. })));
 }
 
 #[test]
@@ -200,7 +200,7 @@ fn weights_whose_next_update_was_not_finite_are_the_last_resort() {
     let folder = tempfile::tempdir().unwrap();
     let checkpoints = Checkpoints::new(folder.path());
     let (store, optimizer) = build(1);
-    (1..=4).for_each(|step| drop(checkpoints.save(state(step), &tensors(&store, &optimizer), None).unwrap()));
+    (1..=4).for_each(|step| drop(checkpoints.save(state(step), &tensors(&store, &optimizer), &[]).unwrap()));
     checkpoints.mark_diverged(3).unwrap();
     let newest = checkpoints.newest();
     assert_eq!((newest.found.unwrap().0.step, newest.skipped.len()), (2, 2));
@@ -208,7 +208,7 @@ fn weights_whose_next_update_was_not_finite_are_the_last_resort() {
     // Diverged checkpoints evict no good one, and stay until the run has passed their step again.
     checkpoints.prune(1, None).unwrap();
     assert_eq!(checkpoints.steps(), [4, 3, 2]);
-    checkpoints.save(state(5), &tensors(&store, &optimizer), None).unwrap();
+    checkpoints.save(state(5), &tensors(&store, &optimizer), &[]).unwrap();
     checkpoints.prune(1, None).unwrap();
     assert_eq!(checkpoints.steps(), [5]);
     checkpoints.mark_diverged(0).unwrap();
@@ -220,7 +220,7 @@ fn what_a_killed_process_left_is_cleaned_up() {
     let folder = tempfile::tempdir().unwrap();
     let checkpoints = Checkpoints::new(folder.path());
     let (store, optimizer) = build(1);
-    (1..=2).for_each(|step| drop(checkpoints.save(state(step), &tensors(&store, &optimizer), None).unwrap()));
+    (1..=2).for_each(|step| drop(checkpoints.save(state(step), &tensors(&store, &optimizer), &[]).unwrap()));
     let copy = |step: u64, name: &str| {
         fs::create_dir(folder.path().join(name)).unwrap();
         for file in [MODEL, OPTIMIZER, STATE, DONE] {
@@ -245,7 +245,7 @@ fn a_folder_that_vanished_is_an_error_and_not_a_new_folder() {
     let folder = tempfile::tempdir().unwrap();
     let (store, optimizer) = build(1);
     let missing = folder.path().join("gone");
-    let failure = Checkpoints::new(&missing).save(state(1), &tensors(&store, &optimizer), None).unwrap_err();
+    let failure = Checkpoints::new(&missing).save(state(1), &tensors(&store, &optimizer), &[]).unwrap_err();
     assert!(failure.to_string().contains("cannot create the checkpoint"), "{failure}");
     assert!(!missing.exists());
 }

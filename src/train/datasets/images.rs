@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use super::inference::Samples;
 use super::{Datasets, Failure};
 use crate::data::fingerprint::FingerprintInput;
 use crate::data::idx::{self, IdxDataset};
@@ -14,24 +15,33 @@ use crate::data::transforms::mix::{MixOptions, MixedDataset};
 use crate::data::transforms::{
     self, ColorJitter, Normalise, Pipeline, RandomErasing, RandomResizedCrop, ResizeMode,
 };
-use crate::data::{Dataset, DatasetContext, split};
+use crate::data::{DataError, Dataset, DatasetContext, split};
 use crate::job::{self, NormalizePreset, OneOrMany};
 
 pub(super) fn idx(s: &job::IdxConfig, readers: usize, opening: &DatasetContext) -> Result<Datasets, Failure> {
-    let open = |images: &Path, labels: &Path, augment: transforms::Augmentation| {
-        IdxDataset::open(&idx::IdxFiles {
-            images: images.to_owned(),
-            labels: labels.to_owned(),
-            classes: (0..s.classes).map(|class| class.to_string()).collect(),
-            normalise: Normalise { mean: floats(&s.mean), std: floats(&s.std) },
-            augmentation: augment,
-            readers,
-            max_bytes: opening.max_bytes,
-        })
-    };
-    let train = open(&s.train_images, &s.train_labels, augment(&s.augment))?;
-    let valid = open(&s.valid_images, &s.valid_labels, transforms::Augmentation::default())?;
+    let train = open_idx(s, &s.train_images, &s.train_labels, augment(&s.augment), readers, opening)?;
+    let plain = transforms::Augmentation::default();
+    let valid = open_idx(s, &s.valid_images, &s.valid_labels, plain, readers, opening)?;
     Datasets::new(train, valid).with_mixing(&s.augment, readers)
+}
+
+fn open_idx(
+    s: &job::IdxConfig,
+    images: &Path,
+    labels: &Path,
+    augmentation: transforms::Augmentation,
+    readers: usize,
+    opening: &DatasetContext,
+) -> Result<IdxDataset, DataError> {
+    IdxDataset::open(&idx::IdxFiles {
+        images: images.to_owned(),
+        labels: labels.to_owned(),
+        classes: (0..s.classes).map(|class| class.to_string()).collect(),
+        normalise: Normalise { mean: floats(&s.mean), std: floats(&s.std) },
+        augmentation,
+        readers,
+        max_bytes: opening.max_bytes,
+    })
 }
 
 pub(super) fn idx_inputs(s: &job::IdxConfig) -> Vec<FingerprintInput> {
@@ -58,33 +68,17 @@ pub(super) fn images(
     readers: usize,
     opening: &DatasetContext,
 ) -> Result<Datasets, Failure> {
-    let [height, width] = match s.image_size.to_vec()[..] {
-        [height, width, ..] => [height, width],
-        ref sides => [sides[0]; 2],
-    };
-    let fit = match s.fit {
-        job::ImageFit::Crop => ResizeMode::CenterCrop { fraction: s.crop_fraction },
-        job::ImageFit::Pad => ResizeMode::Pad,
-        job::ImageFit::Stretch => ResizeMode::Stretch,
-    };
-    let eval_pipeline = Pipeline::new([height, width, s.channels], fit, normalise(s))?;
+    let eval_pipeline = eval_pipeline(s)?;
     let train_pipeline = eval_pipeline.clone().augmented(augment(&s.augment))?;
     let open = |files: &[PathBuf], classes: Option<&ClassNames>| {
-        let (channels, max_pixels, columns) = (s.channels, s.max_pixels, columns(s));
-        let options = ImageOptions { channels, size: [height, width], max_pixels, columns, readers };
-        ImageFiles::open(files, options, classes, opening).map(Arc::new)
+        ImageFiles::open(files, image_options(s, readers), classes, opening).map(Arc::new)
     };
     let train_files = open(&s.files.train, None)?;
     let valid = match &s.files.valid[..] {
         [] => None,
         files => Some(open(files, Some(train_files.names()))?),
     };
-    let set = |set: Arc<ImageFiles>, pipeline: &Pipeline, buffer: u64| -> Arc<dyn Dataset> {
-        match set.compressed {
-            true => Arc::new(StreamingDataset::new(Arc::new(TarShards::new(set, pipeline.clone())), buffer)),
-            false => Arc::new(ImageDataset::new(set, pipeline.clone())),
-        }
-    };
+    let set = dataset;
     let train = set(train_files.clone(), &train_pipeline, opening.shuffle_buffer);
     let sets = match valid {
         Some(valid) => Datasets { train, valid: set(valid, &eval_pipeline, SEQUENTIAL_WINDOW_BYTES) },
@@ -100,6 +94,84 @@ pub(super) fn images(
         }
     };
     sets.with_mixing(&s.augment, readers)
+}
+
+/// Height and width of a sample.
+fn image_size(s: &job::ImagesConfig) -> [usize; 2] {
+    match s.image_size.to_vec()[..] {
+        [height, width, ..] => [height, width],
+        ref sides => [sides[0]; 2],
+    }
+}
+
+/// From a decoded image to a sample, without augmentation.
+fn eval_pipeline(s: &job::ImagesConfig) -> Result<Pipeline, Failure> {
+    let [height, width] = image_size(s);
+    let fit = match s.fit {
+        job::ImageFit::Crop => ResizeMode::CenterCrop { fraction: s.crop_fraction },
+        job::ImageFit::Pad => ResizeMode::Pad,
+        job::ImageFit::Stretch => ResizeMode::Stretch,
+    };
+    Ok(Pipeline::new([height, width, s.channels], fit, normalise(s))?)
+}
+
+fn image_options(s: &job::ImagesConfig, readers: usize) -> ImageOptions {
+    let (channels, max_pixels, columns) = (s.channels, s.max_pixels, columns(s));
+    ImageOptions { channels, size: image_size(s), max_pixels, columns, readers }
+}
+
+fn dataset(files: Arc<ImageFiles>, pipeline: &Pipeline, buffer: u64) -> Arc<dyn Dataset> {
+    match files.compressed {
+        true => Arc::new(StreamingDataset::new(Arc::new(TarShards::new(files, pipeline.clone())), buffer)),
+        false => Arc::new(ImageDataset::new(files, pipeline.clone())),
+    }
+}
+
+/// Images for a trained model with these classes.
+pub(super) fn open_trained(
+    s: &job::ImagesConfig,
+    classes: &[String],
+    readers: usize,
+    samples: Samples,
+    opening: &DatasetContext,
+) -> Result<Arc<dyn Dataset>, Failure> {
+    let (pipeline, options) = (eval_pipeline(s)?, image_options(s, readers));
+    let classes = ClassNames::from_names(classes);
+    let labelled = |files: &[PathBuf]| {
+        let files = ImageFiles::open(files, options.clone(), Some(&classes), opening)?;
+        Ok::<_, Failure>(dataset(Arc::new(files), &pipeline, SEQUENTIAL_WINDOW_BYTES))
+    };
+    match samples {
+        Samples::Labelled(files) => labelled(files),
+        Samples::Valid if !s.files.valid.is_empty() => labelled(&s.files.valid),
+        Samples::Valid => {
+            let (_, valid) = split::random_split(labelled(&s.files.train)?, s.files.valid_fraction, opening.seed)?;
+            Ok(Arc::new(valid))
+        }
+        Samples::Unlabelled(files) => {
+            let files = ImageFiles::open_unlabelled(files, options.clone(), &classes, opening)?;
+            Ok(dataset(Arc::new(files), &pipeline, SEQUENTIAL_WINDOW_BYTES))
+        }
+    }
+}
+
+/// Images and labels in idx files: pairs of files, images first.
+pub(super) fn open_trained_idx(
+    s: &job::IdxConfig,
+    readers: usize,
+    files: &[PathBuf],
+    opening: &DatasetContext,
+) -> Result<Arc<dyn Dataset>, Failure> {
+    let [images, labels] = files else {
+        return Err(DataError::InvalidSetting {
+            name: "data",
+            value: format!("{} files", files.len()),
+            expected: "an idx file of images and one of their labels",
+        }
+        .into());
+    };
+    let s = job::IdxConfig { valid_images: images.clone(), valid_labels: labels.clone(), ..s.clone() };
+    Ok(Arc::new(open_idx(&s, &s.valid_images, &s.valid_labels, transforms::Augmentation::default(), readers, opening)?))
 }
 
 impl Datasets {

@@ -60,6 +60,18 @@ pub(super) fn jsonl(
     context: usize,
     opening: &DatasetContext,
 ) -> Result<Datasets, Failure> {
+    jsonl_of_classes(s, loading, context, (&[], false), opening)
+}
+
+/// As [`jsonl`], with the classes of a trained model, those of the training files if empty; and whether the records have
+/// no labels.
+pub(super) fn jsonl_of_classes(
+    s: &job::JsonlConfig,
+    loading: &job::LoaderConfig,
+    context: usize,
+    (classes, unlabelled): (&[String], bool),
+    opening: &DatasetContext,
+) -> Result<Datasets, Failure> {
     let chat = s.messages.as_ref().map(|field| {
         Ok::<_, DataError>(jsonl::ChatSettings {
             field: field.clone(),
@@ -79,6 +91,8 @@ pub(super) fn jsonl(
         field: s.field.clone(),
         chat: chat.transpose()?,
         label: s.label.clone(),
+        classes: classes.to_vec(),
+        unlabelled,
         pack: s.pack,
         buckets: s.buckets.clone(),
         too_long: match s.too_long {
@@ -111,6 +125,24 @@ pub(super) fn tokenizer_inputs(key: &'static str, file: &Path) -> Vec<Fingerprin
 pub(super) fn template_inputs(template: &str) -> Vec<FingerprintInput> {
     let file = (!is_template(template)).then(|| FingerprintInput::file("data.template", template));
     file.into_iter().collect()
+}
+
+/// Upper bound on the size of a `tokenizer_config.json`.
+const TOKENIZER_CONFIG_BYTES: u64 = 16 << 20;
+
+/// Source of a template that is named, read from a file, or that of the tokenizer.
+pub(super) fn template_source(s: &job::JsonlConfig) -> Result<Option<String>, DataError> {
+    let text = template(&s.template)?;
+    if let Some((_, source)) = jsonl::TEMPLATES.iter().find(|(name, _)| *name == text) {
+        return Ok(Some((*source).to_owned()));
+    }
+    if text != "auto" {
+        return Ok(Some(text));
+    }
+    let config = Path::new(&s.tokens).with_file_name("tokenizer_config.json");
+    let config = regular_file::read(&config, TOKENIZER_CONFIG_BYTES).ok();
+    let config: Option<serde_json::Value> = config.and_then(|text| serde_json::from_slice(&text).ok());
+    Ok(config.and_then(|config| Some(config["chat_template"].as_str()?.to_owned())))
 }
 
 /// Whether `text` is a template or the name of one, rather than the path of a template file.

@@ -2,8 +2,9 @@
 
 mod generated;
 mod images;
+pub mod inference;
 mod language;
-mod tables;
+pub mod tables;
 
 use std::sync::Arc;
 
@@ -17,6 +18,14 @@ use crate::models::ModelError;
 pub struct Datasets {
     pub train: Arc<dyn Dataset>,
     pub valid: Arc<dyn Dataset>,
+}
+
+/// Source of the job's chat template, if its data are chats.
+pub fn chat_template(job: &Job) -> Result<Option<String>, Failure> {
+    match &job.data.source {
+        job::SourceConfig::Jsonl(s) if s.messages.is_some() => Ok(language::template_source(s)?),
+        _ => Ok(None),
+    }
 }
 
 impl Datasets {

@@ -1,18 +1,26 @@
 //! Tabular datasets from files: CSV and Parquet.
 
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use super::inference::Samples;
 use super::{Datasets, Failure};
-use crate::data::DatasetContext;
 use crate::data::table::{
-    self, Dialect, FieldDelimiter, MissingPolicy, TableFileFormat, TableFiles, TableSettings, TableTask,
-    UnknownPolicy,
+    self, Dialect, FieldDelimiter, MissingPolicy, TableFileFormat, TableFiles, TableSchema, TableSettings,
+    TableTask, UnknownPolicy,
 };
-use crate::job::{self, LoaderConfig, OnBadRecord};
+use crate::data::{Dataset, DatasetContext, split};
+use crate::job::{self, Job, LoaderConfig, OnBadRecord};
 
 pub(super) fn csv(
     s: &job::CsvConfig,
     loading: &LoaderConfig,
     opening: &DatasetContext,
 ) -> Result<Datasets, Failure> {
+    open(&s.files, csv_format(s), &s.columns, loading, opening)
+}
+
+pub fn csv_format(s: &job::CsvConfig) -> TableFileFormat {
     let delimiter = match s.delimiter {
         job::Delimiter::Comma => FieldDelimiter::Byte(b','),
         job::Delimiter::Semicolon => FieldDelimiter::Byte(b';'),
@@ -20,8 +28,7 @@ pub(super) fn csv(
         job::Delimiter::Tab => FieldDelimiter::Byte(b'\t'),
         job::Delimiter::Space => FieldDelimiter::Whitespace,
     };
-    let dialect = Dialect { delimiter, header: s.header, skip_lines: s.skip_lines };
-    open(&s.files, TableFileFormat::Csv(dialect), &s.columns, loading, opening)
+    TableFileFormat::Csv(Dialect { delimiter, header: s.header, skip_lines: s.skip_lines })
 }
 
 pub(super) fn parquet(
@@ -44,7 +51,38 @@ fn open(
         valid: files.valid.clone(),
         valid_fraction: files.valid_fraction,
     };
-    let settings = TableSettings {
+    let (train, valid) = table::open(&files, format, &table_settings(columns, loading), opening)?;
+    Ok(Datasets { train, valid })
+}
+
+/// Rows for a trained model, encoded by its schema.
+pub(super) fn open_trained(
+    format: TableFileFormat,
+    files: &job::FilesConfig,
+    columns: &job::ColumnsConfig,
+    job: &Job,
+    schema: &TableSchema,
+    samples: Samples,
+    opening: &DatasetContext,
+) -> Result<Arc<dyn Dataset>, Failure> {
+    let settings = table_settings(columns, &job.data.loader);
+    let open = |files: &[PathBuf], schema: &TableSchema| {
+        table::open_with_schema(files, format, &settings, schema, opening)
+    };
+    Ok(match samples {
+        Samples::Labelled(files) => open(files, schema)?,
+        Samples::Unlabelled(files) => open(files, &schema.inputs())?,
+        Samples::Valid if !files.valid.is_empty() => open(&files.valid, schema)?,
+        Samples::Valid => {
+            let (_, valid) = split::random_split(open(&files.train, schema)?, files.valid_fraction, job.seed)?;
+            Arc::new(valid)
+        }
+    })
+}
+
+/// What the job says of the columns.
+pub fn table_settings(columns: &job::ColumnsConfig, loading: &LoaderConfig) -> TableSettings {
+    TableSettings {
         target: columns.target.to_vec(),
         columns: columns.columns.clone(),
         ignore: columns.ignore.clone(),
@@ -72,7 +110,5 @@ fn open(
         trim: columns.trim.clone(),
         standardise: columns.standardise,
         skip_bad: loading.on_bad_record == OnBadRecord::Skip,
-    };
-    let (train, valid) = table::open(&files, format, &settings, opening)?;
-    Ok(Datasets { train, valid })
+    }
 }

@@ -17,8 +17,8 @@ use crate::train::setup::Setup;
 
 pub(super) struct RunCheckpoints {
     store: Checkpoints,
-    /// The tokenizer file, if the data is text.
-    tokenizer: Option<PathBuf>,
+    /// Files of the run that every checkpoint has a copy of.
+    attached: Vec<PathBuf>,
     /// The last checkpoint: its step and its folder.
     pub last: Option<(u64, PathBuf)>,
     /// Step of a checkpoint whose next update is not yet known to be finite. Older checkpoints stay until it is.
@@ -29,9 +29,10 @@ pub(super) struct RunCheckpoints {
 
 impl RunCheckpoints {
     pub fn new(folder: &RunDir, setup: &Setup) -> Self {
+        let tokenizer = (setup.tokenizer_bytes > 0).then(|| folder.tokenizer());
         Self {
             store: Checkpoints::new(folder.checkpoints()),
-            tokenizer: (setup.tokenizer_bytes > 0).then(|| folder.tokenizer()),
+            attached: tokenizer.into_iter().chain([folder.preprocessing()]).collect(),
             last: None,
             unproven: None,
             last_finite: 0,
@@ -65,7 +66,7 @@ impl RunCheckpoints {
                 reserve().map_err(StepError::Oom)?
             }
         };
-        let saved = self.store.save(state, &ctx.engine.checkpoint_tensors(), self.tokenizer.as_deref());
+        let saved = self.store.save(state, &ctx.engine.checkpoint_tensors(), &self.attached);
         let (path, bytes) = match saved {
             Err(Failure::NotFinite { step, tensor, .. }) => {
                 let epoch = ctx.position.epoch(&setup.order);

@@ -158,6 +158,7 @@ pub(super) fn write_run_files(folder: &RunDir, setup: &Setup, plan: &MemoryPlan)
     if let Some(tokenizer) = setup.datasets.train.tokenizer_json() {
         run_dir::write_atomic(&folder.tokenizer(), &tokenizer)?;
     }
+    run_dir::write_atomic(&folder.preprocessing(), &setup.preprocessing.to_json())?;
     let text = serde_json::to_vec_pretty(plan).map_err(std::io::Error::from);
     run_dir::write_atomic(&folder.plan(), &text.map_err(Failure::io("write", folder.plan()))?)
 }

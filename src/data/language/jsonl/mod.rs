@@ -49,6 +49,10 @@ pub struct JsonlSettings {
     pub chat: Option<ChatSettings>,
     /// Field that holds the class label: the task is classification instead of next-token prediction.
     pub label: Option<String>,
+    /// Classes in order; empty for those found in the training files.
+    pub classes: Vec<String>,
+    /// The records of a labelled task have no labels: they are to be predicted.
+    pub unlabelled: bool,
     /// Concatenate documents and cut full windows, instead of padding each document.
     pub pack: bool,
     /// Sequence lengths to pad to; powers of two if empty.
@@ -83,7 +87,7 @@ pub fn open(settings: &JsonlSettings, ctx: &DatasetContext) -> Result<TrainValid
     let content = build_content(settings, known.as_ref())?;
     let reader_for = |tokenizer| RecordReader {
         content: &content,
-        label: settings.label.as_deref(),
+        label: settings.label.as_deref().filter(|_| !settings.unlabelled),
         tokenizer,
         separator: None,
         too_long: settings.too_long,
@@ -129,7 +133,8 @@ pub fn open(settings: &JsonlSettings, ctx: &DatasetContext) -> Result<TrainValid
     let buckets = buckets(&settings.buckets, longest, context);
     let target = match settings.label {
         None => TargetSpec::Tokens,
-        Some(_) => TargetSpec::Class { names: class_names(&train.summary) },
+        Some(_) if settings.classes.is_empty() => TargetSpec::Class { names: class_names(&train.summary) },
+        Some(_) => TargetSpec::Class { names: settings.classes.clone() },
     };
     let length = buckets.last().copied().unwrap_or(context);
     let features = Features { buckets, ..Features::new(InputSpec::Tokens { length, vocab }, target) };
@@ -345,14 +350,18 @@ impl Dataset for DocumentDataset {
     fn read(&self, index: u64, _: SampleKey, into: &mut BatchRow<'_>) -> Result<(), DataError> {
         let range = self.records.sample_range(index)?;
         let (input, target) = (into.input.as_u32_mut(), into.target.as_u32_mut());
-        let targets = u64::from(self.class_ids.is_empty());
+        let targets = u64::from(self.features.target == TargetSpec::Tokens);
         let inputs = range.start..range.end - targets;
         let length = ((inputs.end - inputs.start) as usize).min(input.len());
         self.records.ids.read_ids(inputs.start..inputs.start + length as u64, &mut input[..length])?;
         input[length..].fill(0);
         into.length = length as u32;
         if targets == 0 {
-            target[0] = self.class_ids[self.records.class(index)?];
+            // Without labels, the class is to be predicted.
+            target[0] = match self.class_ids.is_empty() {
+                true => 0,
+                false => self.class_ids[self.records.class(index)?],
+            };
             return Ok(());
         }
         self.records

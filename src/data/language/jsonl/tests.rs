@@ -35,6 +35,8 @@ fn settings(train: PathBuf, context: usize) -> JsonlSettings {
         field: "text".into(),
         chat: None,
         label: None,
+        classes: Vec::new(),
+        unlabelled: false,
         pack: false,
         buckets: Vec::new(),
         too_long: OverlongPolicy::Truncate,

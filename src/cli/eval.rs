@@ -1,0 +1,143 @@
+//! `trainer eval`: the metrics of a trained model.
+
+use std::io::{self, IsTerminal};
+use std::path::PathBuf;
+
+use clap::Args;
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+
+use super::{CommonArgs, Exit, print_line, start_threads};
+use crate::data::DatasetContext;
+use crate::inference::evaluate::{Evaluation, TaskMetrics, evaluate};
+use crate::inference::session::SessionOptions;
+use crate::inference::trained_model::{CheckpointChoice, TrainedModel};
+use crate::memory::probe;
+use crate::planner::budget;
+use crate::report::{DisplayOptions, Verbosity};
+use crate::train::datasets::inference::{Samples, TrainedOn};
+
+/// Evaluate a trained model on its validation set or on other data
+#[derive(Clone, Debug, Args)]
+#[command(after_help = "\
+Examples:
+  trainer eval runs/mnist/20260101-000000               its best checkpoint on the validation set
+  trainer eval RUN --data test.csv --json               other data, the metrics for a program
+  trainer eval RUN/checkpoints/step-00000500            a checkpoint by its folder")]
+pub struct EvalArgs {
+    #[command(flatten)]
+    pub model: ModelArgs,
+    /// Labelled data in the format of the job's own, instead of its validation set
+    #[arg(long, value_name = "PATH", num_args = 1.., value_hint = clap::ValueHint::AnyPath)]
+    pub data: Vec<PathBuf>,
+    /// Samples per micro-batch at most; fewer if memory is short
+    #[arg(long, value_name = "N", default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..))]
+    pub batch_size: u32,
+}
+
+/// A trained model on the command line.
+#[derive(Clone, Debug, Args)]
+pub struct ModelArgs {
+    /// A run, or one of its checkpoints: a folder
+    #[arg(value_name = "RUN", value_hint = clap::ValueHint::DirPath)]
+    pub run: PathBuf,
+    /// Which checkpoint of the run: best, last or step-N
+    #[arg(long, value_name = "WHICH", default_value = "best")]
+    pub checkpoint: CheckpointChoice,
+}
+
+impl ModelArgs {
+    /// Opens the model and says which weights are used.
+    pub fn open(&self, common: &CommonArgs) -> anyhow::Result<TrainedModel> {
+        let model = TrainedModel::open(&self.run, self.checkpoint, &common.set)?;
+        if !common.quiet {
+            eprintln!("model  {}", model.describe());
+        }
+        Ok(model)
+    }
+}
+
+/// Where and within what a command computes.
+pub fn session_options(
+    common: &CommonArgs,
+    model: &TrainedModel,
+    batch_size: u32,
+) -> anyhow::Result<SessionOptions> {
+    Ok(SessionOptions {
+        ram: budget::host(&model.job.memory, &probe::host()?),
+        gpu: common.open_gpu(&model.job.memory)?,
+        reference: common.uses_reference(),
+        max_micro_batch: batch_size as usize,
+    })
+}
+
+/// How the data of a command is opened.
+pub fn opening(common: &CommonArgs, model: &TrainedModel, ram: u64) -> DatasetContext {
+    DatasetContext { max_bytes: ram, seed: model.job.seed, ..common.open_options() }
+}
+
+/// A bar that counts samples; hidden unless stderr is a terminal.
+pub fn sample_bar(display: DisplayOptions, samples: u64, verb: &str) -> ProgressBar {
+    let bar = ProgressBar::with_draw_target(Some(samples), ProgressDrawTarget::hidden());
+    if display.interactive && display.verbosity > Verbosity::Quiet {
+        bar.set_draw_target(ProgressDrawTarget::stderr_with_hz(4));
+    }
+    let template = format!("{verb} {{bar:24}} {{pos}}/{{len}} samples  {{per_sec}}  {{eta}} left");
+    if let Ok(style) = ProgressStyle::with_template(&template) {
+        bar.set_style(style);
+    }
+    bar
+}
+
+impl EvalArgs {
+    pub fn run(&self, common: &CommonArgs) -> anyhow::Result<Exit> {
+        let model = self.model.open(common)?;
+        start_threads()?;
+        let options = session_options(common, &model, self.batch_size)?;
+        let tokenizer = model.tokenizer();
+        let trained = TrainedOn {
+            job: &model.job,
+            preprocessing: &model.preprocessing,
+            tokenizer: tokenizer.as_deref(),
+        };
+        let samples = if self.data.is_empty() { Samples::Valid } else { Samples::Labelled(&self.data) };
+        let dataset = trained.open(samples, &opening(common, &model, options.ram))?;
+        let display = common.display_options(io::stderr().is_terminal());
+        let bar = sample_bar(display, dataset.len(), "eval");
+        let evaluation = rayon::scope(|_| evaluate(&model, &dataset, &options, |done| bar.set_position(done)))?;
+        bar.finish_and_clear();
+        match common.json {
+            true => print_line(serde_json::to_string_pretty(&evaluation.to_json())?)?,
+            false => lines(&evaluation).iter().try_for_each(print_line)?,
+        }
+        if evaluation.skipped > 0 && !common.quiet {
+            eprintln!("{} bad records were left out", evaluation.skipped);
+        }
+        Ok(Exit::Done)
+    }
+}
+
+/// Classes that the table for people lists.
+const MAX_LISTED_CLASSES: usize = 40;
+
+fn lines(evaluation: &Evaluation) -> Vec<String> {
+    let mut lines = vec![format!("{:<18} {}", "samples", evaluation.samples)];
+    lines.extend(evaluation.metrics.values().iter().map(|(name, value)| format!("{name:<18} {value:.6}")));
+    if let TaskMetrics::Classification { names, metrics } = &evaluation.metrics {
+        lines.push(String::new());
+        lines.push(format!(
+            "{:<18} {:>9} {:>9} {:>9} {:>9} {:>9}",
+            "class", "samples", "precision", "recall", "f1", "roc_auc"
+        ));
+        for (name, class) in names.iter().zip(&metrics.classes).take(MAX_LISTED_CLASSES) {
+            let auc = class.roc_auc.map_or("-".into(), |auc| format!("{auc:.4}"));
+            lines.push(format!(
+                "{name:<18} {:>9} {:>9.4} {:>9.4} {:>9.4} {auc:>9}",
+                class.samples, class.precision, class.recall, class.f1
+            ));
+        }
+        if names.len() > MAX_LISTED_CLASSES {
+            lines.push(format!("... {} more classes: `--json` lists all", names.len() - MAX_LISTED_CLASSES));
+        }
+    }
+    lines
+}

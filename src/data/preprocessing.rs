@@ -1,0 +1,51 @@
+//! What a model needs to know of its data to be used without it: the shape of a sample, the columns of a table, the
+//! chat template. Checkpoints keep it, beside the job and the tokenizer.
+
+use serde::{Deserialize, Serialize};
+
+use super::Dataset;
+use super::table::TableSchema;
+use crate::base::features::Features;
+
+/// Version of the file.
+const FORMAT: u32 = 1;
+
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Preprocessing {
+    pub format: u32,
+    /// Input and target of a sample, with the names of the classes.
+    pub features: Features,
+    /// How the cells of a table become inputs and targets.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub table: Option<TableSchema>,
+    /// Source of the chat template.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub template: Option<String>,
+}
+
+impl Preprocessing {
+    pub fn of(dataset: &dyn Dataset, template: Option<String>) -> Self {
+        Self {
+            format: FORMAT,
+            features: dataset.features().clone(),
+            table: dataset.table_schema().cloned(),
+            template,
+        }
+    }
+
+    /// Reads the file, or says why it cannot.
+    pub fn from_json(text: &[u8]) -> Result<Self, String> {
+        let header: serde_json::Value = serde_json::from_slice(text).map_err(|error| error.to_string())?;
+        match header["format"].as_u64() {
+            Some(format) if format == u64::from(FORMAT) => {
+                serde_json::from_value(header).map_err(|error| error.to_string())
+            }
+            _ => Err(format!("it has format {} and this program reads {FORMAT}", header["format"])),
+        }
+    }
+
+    pub fn to_json(&self) -> Vec<u8> {
+        // Infallible: names are strings, and serializing to memory does not fail.
+        serde_json::to_vec_pretty(self).unwrap_or_default()
+    }
+}

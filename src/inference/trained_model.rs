@@ -1,0 +1,170 @@
+//! A trained model on disk: which checkpoint of a run, its job, what turns inputs into samples, and its weights.
+//!
+//! Everything comes from the checkpoint folder, so that a run can be moved and its training data deleted.
+
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+
+use crate::base::features::Features;
+use crate::base::regular_file;
+use crate::data::preprocessing::Preprocessing;
+use crate::job::Job;
+use crate::train::Failure;
+use crate::train::checkpoint::{self, CheckpointState, Checkpoints};
+use crate::train::run_dir::RunDir;
+
+/// Which checkpoint of a run to use.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum CheckpointChoice {
+    /// The best by the job's `checkpoint.best`; the newest if none was evaluated.
+    #[default]
+    Best,
+    Last,
+    Step(u64),
+}
+
+impl FromStr for CheckpointChoice {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "best" => Ok(Self::Best),
+            "last" => Ok(Self::Last),
+            _ => {
+                let step = text.strip_prefix("step-").and_then(|step| step.parse().ok());
+                step.map(Self::Step).ok_or_else(|| "expected best, last or step-N".into())
+            }
+        }
+    }
+}
+
+impl fmt::Display for CheckpointChoice {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        match self {
+            Self::Best => f.write_str("best"),
+            Self::Last => f.write_str("last"),
+            Self::Step(step) => write!(f, "step-{step}"),
+        }
+    }
+}
+
+/// A checkpoint that can be used.
+pub struct TrainedModel {
+    /// The resolved job.
+    pub job: Job,
+    pub preprocessing: Preprocessing,
+    /// The checkpoint folder.
+    pub checkpoint: PathBuf,
+    /// Weights and running statistics: the file with the EMA of the weights if the run kept one.
+    pub weights: PathBuf,
+    /// Running statistics, if `weights` has none.
+    pub statistics: PathBuf,
+    pub step: u64,
+    /// Whether the run evaluated it as the best so far.
+    pub is_best: bool,
+    pub uses_ema: bool,
+}
+
+/// Upper bound on the size of `preprocessing.json`.
+const MAX_PREPROCESSING_BYTES: u64 = 1 << 30;
+
+impl TrainedModel {
+    /// Opens the run or checkpoint at `path`; `sets` override keys of its job.
+    pub fn open(path: &Path, choice: CheckpointChoice, sets: &[String]) -> Result<Self, Failure> {
+        let (state, folder) = find(path, choice)?;
+        let unusable =
+            |problem: String| Failure::UnusableCheckpoint { folder: folder.clone(), problem };
+        let file = folder.join(checkpoint::PREPROCESSING);
+        let text = regular_file::read(&file, MAX_PREPROCESSING_BYTES).map_err(|error| {
+            unusable(format!(
+                "`{}` cannot be read: {error}; runs of earlier versions have none until they are resumed",
+                checkpoint::PREPROCESSING
+            ))
+        })?;
+        let preprocessing = Preprocessing::from_json(&text)
+            .map_err(|problem| unusable(format!("`{}`: {problem}", checkpoint::PREPROCESSING)))?;
+        let job: Job = serde_json::from_value(state.job.clone())
+            .map_err(|error| unusable(format!("its job cannot be read: {error}")))?;
+        let job = match sets {
+            [] => job,
+            sets => Job::parse(&job.to_toml(), &folder, sets)
+                .map_err(|errors| unusable(format!("its job does not take `--set`: {errors}")))?,
+        };
+        let average = folder.join(checkpoint::AVERAGE);
+        let uses_ema = average.exists();
+        let model = folder.join(checkpoint::MODEL);
+        Ok(Self {
+            job,
+            preprocessing,
+            weights: if uses_ema { average } else { model.clone() },
+            statistics: model,
+            step: state.step,
+            is_best: state.best.is_some_and(|(_, step)| step == state.step),
+            checkpoint: folder,
+            uses_ema,
+        })
+    }
+
+    /// Input and target of a sample.
+    pub fn features(&self) -> &Features {
+        &self.preprocessing.features
+    }
+
+    /// The tokenizer, if the data is text.
+    pub fn tokenizer(&self) -> Option<PathBuf> {
+        Some(self.checkpoint.join(checkpoint::TOKENIZER)).filter(|file| file.exists())
+    }
+
+    /// One line that says which weights are used.
+    pub fn describe(&self) -> String {
+        let best = if self.is_best { ", the best" } else { "" };
+        let ema = if self.uses_ema { ", EMA weights" } else { "" };
+        format!("{} (step {}{best}{ema})", self.checkpoint.display(), self.step)
+    }
+}
+
+/// The state and the folder of the checkpoint that is meant, with every file intact.
+fn find(path: &Path, choice: CheckpointChoice) -> Result<(CheckpointState, PathBuf), Failure> {
+    if checkpoint::is_checkpoint(path) {
+        return verified(path);
+    }
+    let folder = RunDir::new(path).checkpoints();
+    let checkpoints = Checkpoints::new(&folder);
+    let steps = checkpoints.steps();
+    if steps.is_empty() {
+        return Err(match RunDir::new(path).job().exists() {
+            true => Failure::NoCheckpoint(path.to_owned()),
+            false => Failure::NotARun(path.to_owned()),
+        });
+    }
+    let step = match choice {
+        CheckpointChoice::Step(step) => Some(step),
+        CheckpointChoice::Last => None,
+        CheckpointChoice::Best => {
+            let best = checkpoints.newest_state().and_then(|state| state.best).map(|(_, step)| step);
+            best.filter(|step| steps.contains(step))
+        }
+    };
+    match step {
+        Some(step) if steps.contains(&step) => verified(&checkpoints.path(step)),
+        Some(step) => {
+            let problem = format!(
+                "it has no step {step}, but {}",
+                steps.iter().map(|step| format!("step-{step}")).collect::<Vec<_>>().join(", ")
+            );
+            Err(Failure::UnusableCheckpoint { folder, problem })
+        }
+        None => {
+            let newest = checkpoints.newest();
+            newest.found.ok_or(Failure::NoWholeCheckpoint { folder, skipped: newest.skipped })
+        }
+    }
+}
+
+fn verified(folder: &Path) -> Result<(CheckpointState, PathBuf), Failure> {
+    match checkpoint::verify_files(folder) {
+        Ok(state) => Ok((state, folder.to_owned())),
+        Err(problem) => Err(Failure::UnusableCheckpoint { folder: folder.to_owned(), problem }),
+    }
+}

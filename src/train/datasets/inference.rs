@@ -1,0 +1,118 @@
+//! Opens samples for a trained model: encoded as the training samples were, by what its checkpoint kept, so that the
+//! training data is needed only if the validation set is a part of it.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use super::{Datasets, Failure, images, language, readers, tables};
+use crate::base::features::TargetSpec;
+use crate::data::preprocessing::Preprocessing;
+use crate::data::{Dataset, DatasetContext};
+use crate::job::{self, Job, SourceConfig};
+
+/// Which samples to open.
+#[derive(Clone, Copy, Debug)]
+pub enum Samples<'a> {
+    /// The validation set of the job.
+    Valid,
+    /// Those of these files, with their targets.
+    Labelled(&'a [PathBuf]),
+    /// Those of these files, whose targets are not read.
+    Unlabelled(&'a [PathBuf]),
+}
+
+/// A trained model, as far as its data is concerned.
+pub struct TrainedOn<'a> {
+    pub job: &'a Job,
+    pub preprocessing: &'a Preprocessing,
+    /// The checkpoint's tokenizer, if the data is text.
+    pub tokenizer: Option<&'a Path>,
+}
+
+impl TrainedOn<'_> {
+    pub fn open(&self, samples: Samples, opening: &DatasetContext) -> Result<Arc<dyn Dataset>, Failure> {
+        let job = self.job;
+        match &job.data.source {
+            SourceConfig::Csv(s) => {
+                let format = tables::csv_format(s);
+                tables::open_trained(format, &s.files, &s.columns, job, self.schema()?, samples, opening)
+            }
+            SourceConfig::Parquet(s) => {
+                let format = crate::data::table::TableFileFormat::Parquet;
+                tables::open_trained(format, &s.files, &s.columns, job, self.schema()?, samples, opening)
+            }
+            SourceConfig::Images(s) => {
+                images::open_trained(s, self.class_names(), readers(job), samples, opening)
+            }
+            SourceConfig::Idx(s) => match samples {
+                Samples::Valid => Ok(Datasets::open(job, opening)?.valid),
+                Samples::Labelled(files) | Samples::Unlabelled(files) => {
+                    images::open_trained_idx(s, readers(job), files, opening)
+                }
+            },
+            SourceConfig::Text(_) | SourceConfig::Tokens(_) | SourceConfig::Jsonl(_) => {
+                let job = self.language_job(samples);
+                let sets = match &job.data.source {
+                    SourceConfig::Jsonl(s) => {
+                        let (loading, context) = (&job.data.loader, super::context(&job)?);
+                        let classes = (self.class_names(), matches!(samples, Samples::Unlabelled(_)));
+                        language::jsonl_of_classes(s, loading, context, classes, opening)?
+                    }
+                    _ => Datasets::open(&job, opening)?,
+                };
+                Ok(sets.valid)
+            }
+            SourceConfig::Shapes(_) | SourceConfig::TextSynthetic(_) => Ok(Datasets::open(job, opening)?.valid),
+        }
+    }
+
+    fn schema(&self) -> Result<&crate::data::table::TableSchema, Failure> {
+        self.preprocessing.table.as_ref().ok_or_else(|| Failure::UnusableCheckpoint {
+            folder: PathBuf::new(),
+            problem: "it does not say how its table is encoded".into(),
+        })
+    }
+
+    fn class_names(&self) -> &[String] {
+        match &self.preprocessing.features.target {
+            TargetSpec::Class { names } | TargetSpec::MixedClass { names } => names,
+            TargetSpec::Values { .. } | TargetSpec::Tokens => &[],
+        }
+    }
+
+    /// The job with the tokenizer of the checkpoint, on these files.
+    fn language_job(&self, samples: Samples) -> Job {
+        let mut job = self.job.clone();
+        let tokenizer = self.tokenizer.map(|file| file.to_string_lossy().into_owned());
+        let files = match samples {
+            Samples::Valid => None,
+            Samples::Labelled(files) | Samples::Unlabelled(files) => Some(files),
+        };
+        let put_files = |of: &mut job::FilesConfig| match files {
+            Some(files) => (of.train, of.valid) = (files.to_vec(), files.to_vec()),
+            // The training files are needed only if the validation set is a part of them.
+            None if !of.valid.is_empty() => of.train.clone_from(&of.valid),
+            None => {}
+        };
+        let put_tokenizer = |tokens: &mut String| match tokenizer {
+            Some(file) if tokens != "bytes" => *tokens = file,
+            _ => {}
+        };
+        match &mut job.data.source {
+            SourceConfig::Text(s) => {
+                put_files(&mut s.files);
+                put_tokenizer(&mut s.tokens);
+            }
+            SourceConfig::Jsonl(s) => {
+                put_files(&mut s.files);
+                put_tokenizer(&mut s.tokens);
+                if let Some(template) = &self.preprocessing.template {
+                    s.template.clone_from(template);
+                }
+            }
+            SourceConfig::Tokens(s) => put_files(&mut s.files),
+            _ => {}
+        }
+        job
+    }
+}
