@@ -15,6 +15,7 @@ mod fixtures;
 mod harness;
 mod images;
 mod imports;
+mod inference;
 mod jobs;
 mod language;
 mod memory_invariance;

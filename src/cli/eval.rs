@@ -103,7 +103,8 @@ impl EvalArgs {
         let dataset = trained.open(samples, &opening(common, &model, options.ram))?;
         let display = common.display_options(io::stderr().is_terminal());
         let bar = sample_bar(display, dataset.len(), "eval");
-        let evaluation = rayon::scope(|_| evaluate(&model, &dataset, &options, |done| bar.set_position(done)))?;
+        let evaluation =
+            rayon::scope(|_| evaluate(&model, &dataset, &options, |done| bar.set_position(done)))?;
         bar.finish_and_clear();
         match common.json {
             true => print_line(serde_json::to_string_pretty(&evaluation.to_json())?)?,

@@ -66,14 +66,12 @@ impl PredictArgs {
             tokenizer: tokenizer.as_deref(),
         };
         let (inputs, _spooled) = self.spooled_inputs(&model)?;
-        let dataset =
-            trained.open(Samples::Unlabelled(&inputs), &opening(common, &model, session.ram))?;
+        let dataset = trained.open(Samples::Unlabelled(&inputs), &opening(common, &model, session.ram))?;
         let mut rows = self.with_inputs.then(|| table_rows(&model, &inputs)).transpose()?;
         let names = rows.as_ref().map(|rows| rows.names.clone());
         let mut next = || rows.as_mut().map_or(Ok(None), TableRows::next_row);
         let beside = names.map(|names| InputRows { names, next: &mut next });
-        let bar =
-            sample_bar(common.display_options(io::stderr().is_terminal()), dataset.len(), "predict");
+        let bar = sample_bar(common.display_options(io::stderr().is_terminal()), dataset.len(), "predict");
         let options = PredictOptions {
             probabilities: self.probabilities,
             stop_at_bad_row: model.job.data.loader.on_bad_record == OnBadRecord::Fail,
@@ -107,7 +105,10 @@ impl PredictArgs {
     }
 
     /// The inputs, with stdin copied to a temporary file that lives as long as the second value.
-    fn spooled_inputs(&self, model: &TrainedModel) -> anyhow::Result<(Vec<PathBuf>, Vec<tempfile::TempPath>)> {
+    fn spooled_inputs(
+        &self,
+        model: &TrainedModel,
+    ) -> anyhow::Result<(Vec<PathBuf>, Vec<tempfile::TempPath>)> {
         let (mut inputs, mut spooled) = (self.inputs.clone(), Vec::new());
         for input in inputs.iter_mut().filter(|input| input.as_os_str() == "-") {
             if let SourceConfig::Images(_) | SourceConfig::Idx(_) = model.job.data.source {
@@ -128,12 +129,18 @@ impl PredictArgs {
 
     fn report(&self, common: &CommonArgs, summary: &PredictSummary) -> anyhow::Result<Exit> {
         if !common.quiet {
-            eprintln!("{} rows{}", summary.rows, match &self.output {
-                Some(path) => format!(" in {}", path.display()),
-                None => String::new(),
-            });
+            eprintln!(
+                "{} rows{}",
+                summary.rows,
+                match &self.output {
+                    Some(path) => format!(" in {}", path.display()),
+                    None => String::new(),
+                }
+            );
             for (column, cells) in &summary.unseen_categories {
-                eprintln!("warning: column `{column}`: {cells} cells have a category that no training row had");
+                eprintln!(
+                    "warning: column `{column}`: {cells} cells have a category that no training row had"
+                );
             }
         }
         match &summary.first_error {

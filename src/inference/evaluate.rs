@@ -21,10 +21,21 @@ const SCORE_BYTES: usize = 64 << 20;
 
 /// The metrics of an evaluation.
 pub enum TaskMetrics {
-    Classification { names: Vec<String>, metrics: ClassificationMetrics },
+    Classification {
+        names: Vec<String>,
+        metrics: ClassificationMetrics,
+    },
     /// Per target: its name and its metrics; and the mean squared error of standardized values, as trained on.
-    Regression { targets: Vec<(String, RegressionMetrics)>, loss: f64 },
-    Language { loss: f64, tokens: f64, bytes: u64, accuracy: f64 },
+    Regression {
+        targets: Vec<(String, RegressionMetrics)>,
+        loss: f64,
+    },
+    Language {
+        loss: f64,
+        tokens: f64,
+        bytes: u64,
+        accuracy: f64,
+    },
 }
 
 pub struct Evaluation {
@@ -80,7 +91,8 @@ pub fn evaluate(
                 }
                 Ok(())
             })?;
-            let targets = scales.into_iter().zip(&sums).map(|((name, ..), sums)| (name, sums.finish())).collect();
+            let targets =
+                scales.into_iter().zip(&sums).map(|((name, ..), sums)| (name, sums.finish())).collect();
             TaskMetrics::Regression { targets, loss: squared / values as f64 }
         }
         TargetSpec::Tokens => {
@@ -118,7 +130,8 @@ pub fn target_scales(model: &TrainedModel, len: usize) -> Vec<(String, f64, f64)
     match (&model.preprocessing.table, columns) {
         (Some(schema), Some(columns)) => {
             let settings = table_settings(columns, &model.job.data.loader);
-            let names = schema.columns.iter().filter(|column| column.target).map(|column| column.name.clone());
+            let names =
+                schema.columns.iter().filter(|column| column.target).map(|column| column.name.clone());
             names.zip(schema.target_scales(&settings)).map(|(name, (mean, std))| (name, mean, std)).collect()
         }
         _ => (0..len).map(|i| (format!("target {i}"), 0.0, 1.0)).collect(),
@@ -157,7 +170,8 @@ impl TaskMetrics {
             TaskMetrics::Regression { targets, loss } => {
                 let several = targets.len() > 1;
                 let of = |(name, m): &(String, RegressionMetrics)| {
-                    let key = |metric: &str| if several { format!("{metric}.{name}") } else { metric.to_owned() };
+                    let key =
+                        |metric: &str| if several { format!("{metric}.{name}") } else { metric.to_owned() };
                     [(key("rmse"), Some(m.rmse)), (key("mae"), Some(m.mae)), (key("r2"), m.r2)]
                 };
                 let each = targets.iter().flat_map(of).filter_map(|(name, value)| Some((name, value?)));
@@ -166,7 +180,10 @@ impl TaskMetrics {
             TaskMetrics::Language { loss, tokens, bytes, accuracy } => named(&[
                 ("loss", Some(*loss)),
                 ("perplexity", Some(loss.exp())),
-                ("bits_per_byte", (*bytes > 0).then(|| loss * tokens / *bytes as f64 / std::f64::consts::LN_2)),
+                (
+                    "bits_per_byte",
+                    (*bytes > 0).then(|| loss * tokens / *bytes as f64 / std::f64::consts::LN_2),
+                ),
                 ("accuracy", Some(*accuracy)),
             ]),
         }

@@ -45,9 +45,14 @@ pub struct PredictSummary {
 
 /// The columns of a prediction.
 enum Task {
-    Classification { names: Vec<String>, probabilities: bool },
+    Classification {
+        names: Vec<String>,
+        probabilities: bool,
+    },
     /// Name, mean and standard deviation of each target.
-    Regression { targets: Vec<(String, f64, f64)> },
+    Regression {
+        targets: Vec<(String, f64, f64)>,
+    },
 }
 
 impl Task {
@@ -72,15 +77,17 @@ impl Task {
             Task::Classification { names, probabilities } => {
                 let mut columns = vec![OutputColumn::text("prediction"), OutputColumn::number("probability")];
                 if *probabilities {
-                    columns.extend(names.iter().map(|name| OutputColumn::number(format!("probability_{name}"))));
+                    columns
+                        .extend(names.iter().map(|name| OutputColumn::number(format!("probability_{name}"))));
                 }
                 columns
             }
             Task::Regression { targets } => match &targets[..] {
                 [_] => vec![OutputColumn::number("prediction")],
-                several => {
-                    several.iter().map(|(name, ..)| OutputColumn::number(format!("prediction_{name}"))).collect()
-                }
+                several => several
+                    .iter()
+                    .map(|(name, ..)| OutputColumn::number(format!("prediction_{name}")))
+                    .collect(),
             },
         }
     }
@@ -97,9 +104,10 @@ impl Task {
                 }
             }
             Task::Regression { targets } => into.extend(
-                outputs.iter().zip(targets).map(|(value, (_, mean, std))| {
-                    Cell::Number((f64::from(*value) * std + mean) as f32)
-                }),
+                outputs
+                    .iter()
+                    .zip(targets)
+                    .map(|(value, (_, mean, std))| Cell::Number((f64::from(*value) * std + mean) as f32)),
             ),
         }
     }
@@ -126,7 +134,8 @@ pub fn predict(
     let predicted = columns.len() - before;
     columns.push(OutputColumn::text("error"));
     let mut writer = RowWriter::create(output, format, columns)?;
-    let (mut summary, mut scratch, width) = (PredictSummary::default(), Vec::new(), session.outputs_per_sample());
+    let (mut summary, mut scratch, width) =
+        (PredictSummary::default(), Vec::new(), session.outputs_per_sample());
     session.for_each_batch(dataset.clone(), |batch| {
         let outputs = if batch.ids.is_empty() { Vec::new() } else { session.logits(batch)? };
         for row in rows_in_order(batch) {

@@ -11,8 +11,8 @@ use super::trained_model::TrainedModel;
 use crate::base::features::Features;
 use crate::base::units::Bytes;
 use crate::base::{Backend, MicroBatchSpec, Phase, Role};
-use crate::data::order::{Cursor, Order};
 use crate::data::loader::{self, Loader, LoaderOptions};
+use crate::data::order::{Cursor, Order};
 use crate::data::{Dataset, HostBatch, streaming};
 use crate::graph::network::{DeviceBatch, Executor, Network, StepError};
 use crate::kernels::matmul;
@@ -28,8 +28,8 @@ use crate::planner::estimate::{
     GEMM_WORKSPACE_BYTES, PROGRAM_HEAP_BYTES, SMALL_ALLOCATION_BYTES, batch_bytes, staging_bytes,
 };
 use crate::train::Failure;
-use crate::train::run::ended_early;
 use crate::train::engine::Ledgers;
+use crate::train::run::ended_early;
 use crate::train::setup::{BucketNetwork, activation_dtype, bucket_networks, fused_network};
 use crate::train::staging::BatchStaging;
 use crate::train::tensor_files::load_views;
@@ -156,11 +156,22 @@ impl Unloaded {
         let (vram_bytes, ram_bytes) = match self.backend.on_gpu() {
             true => {
                 let staged = staging_bytes(features, batch);
-                (weights_bytes + pass_bytes + staged + GEMM_WORKSPACE_BYTES + SMALL_ALLOCATION_BYTES, host + staged)
+                (
+                    weights_bytes + pass_bytes + staged + GEMM_WORKSPACE_BYTES + SMALL_ALLOCATION_BYTES,
+                    host + staged,
+                )
             }
             false => (0, weights_bytes + pass_bytes + host),
         };
-        SessionPlan { micro_batch: batch, weights_bytes, pass_bytes, data_bytes, process_bytes, vram_bytes, ram_bytes }
+        SessionPlan {
+            micro_batch: batch,
+            weights_bytes,
+            pass_bytes,
+            data_bytes,
+            process_bytes,
+            vram_bytes,
+            ram_bytes,
+        }
     }
 }
 
@@ -231,8 +242,13 @@ impl Session {
         mut visit: impl FnMut(&HostBatch) -> Result<(), Failure>,
     ) -> Result<(), Failure> {
         let samples = dataset.len();
-        let order =
-            Order::for_dataset(dataset.as_ref(), samples, self.seed, false, streaming::SEQUENTIAL_WINDOW_BYTES)?;
+        let order = Order::for_dataset(
+            dataset.as_ref(),
+            samples,
+            self.seed,
+            false,
+            streaming::SEQUENTIAL_WINDOW_BYTES,
+        )?;
         let options = LoaderOptions {
             micro_batch: self.plan.micro_batch,
             max_bytes: PREFETCH_BYTES,
@@ -254,7 +270,8 @@ impl Session {
         let logits = self.run(batch, |network, exec, batch| network.logits(exec, Some(&batch.inputs)))?;
         let logits = logits.ok_or_else(|| candle_core::Error::Msg("a pass without tensors".into()))?;
         let bytes = 4 * logits.elem_count() as u64;
-        let _hold = self.ledgers.tensors.reserve(Role::Activations, "outputs", bytes).map_err(StepError::Oom)?;
+        let _hold =
+            self.ledgers.tensors.reserve(Role::Activations, "outputs", bytes).map_err(StepError::Oom)?;
         Ok(to_host(&logits)?)
     }
 

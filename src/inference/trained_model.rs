@@ -73,8 +73,7 @@ impl TrainedModel {
     /// Opens the run or checkpoint at `path`; `sets` override keys of its job.
     pub fn open(path: &Path, choice: CheckpointChoice, sets: &[String]) -> Result<Self, Failure> {
         let (state, folder) = find(path, choice)?;
-        let unusable =
-            |problem: String| Failure::UnusableCheckpoint { folder: folder.clone(), problem };
+        let unusable = |problem: String| Failure::UnusableCheckpoint { folder: folder.clone(), problem };
         let file = folder.join(checkpoint::PREPROCESSING);
         let text = regular_file::read(&file, MAX_PREPROCESSING_BYTES).map_err(|error| {
             unusable(format!(

@@ -225,7 +225,8 @@ mod tests {
     fn work_whose_code_is_not_mapped_has_headroom() {
         let mut recent = RecentWork::default();
         let limits = |recent: &RecentWork| {
-            [WorkPhase::Training, WorkPhase::Update, WorkPhase::Evaluation].map(|work| recent.limit(work, 100, 30))
+            [WorkPhase::Training, WorkPhase::Update, WorkPhase::Evaluation]
+                .map(|work| recent.limit(work, 100, 30))
         };
         assert_eq!(limits(&recent), [70, 70, 70]);
         recent.note(WorkPhase::Training, false);

@@ -85,7 +85,8 @@ impl ClassificationSums {
         self.samples += 1;
         self.confusion[truth * self.classes + predicted] += 1;
         // As in the training metrics: classes with a larger logit come before it, and equal ones of a lower index.
-        let before = |(i, logit): (usize, &f32)| *logit > logits[truth] || (*logit == logits[truth] && i < truth);
+        let before =
+            |(i, logit): (usize, &f32)| *logit > logits[truth] || (*logit == logits[truth] && i < truth);
         self.top5 += u64::from(logits.iter().enumerate().filter(|at| before(*at)).count() < 5);
         self.log_loss -= self.probabilities[truth].max(f64::MIN_POSITIVE).ln();
         let confidence = self.probabilities[predicted];

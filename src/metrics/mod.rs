@@ -18,5 +18,9 @@ pub fn softmax(values: &[f32], into: &mut Vec<f64>) {
 
 /// Index of the largest value, the first of equals.
 pub fn argmax(values: &[f32]) -> usize {
-    values.iter().enumerate().fold((0, f32::NEG_INFINITY), |best, (i, &v)| if v > best.1 { (i, v) } else { best }).0
+    values
+        .iter()
+        .enumerate()
+        .fold((0, f32::NEG_INFINITY), |best, (i, &v)| if v > best.1 { (i, v) } else { best })
+        .0
 }

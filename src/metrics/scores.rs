@@ -71,7 +71,9 @@ impl ClassScores {
                 file.read_exact(bytemuck::cast_slice_mut(&mut truths))?;
                 file.seek(SeekFrom::Start(block * block_bytes + 4 * (class as u64 + 1) * self.block as u64))?;
                 file.read_exact(bytemuck::cast_slice_mut(&mut scores))?;
-                all.extend(scores.iter().zip(&truths).map(|(score, truth)| (*score, *truth as usize == class)));
+                all.extend(
+                    scores.iter().zip(&truths).map(|(score, truth)| (*score, *truth as usize == class)),
+                );
             }
         }
         let rows = self.rows.chunks_exact(self.classes.max(1)).zip(&self.truths);

@@ -227,6 +227,23 @@ impl Checkpoints {
         self.steps().into_iter().filter(|step| self.path(*step).join(DONE).exists())
     }
 
+    /// Points the link `name` (`best` or `last`) at the checkpoint of `step`. A file system without links has none.
+    pub fn link(&self, name: &str, step: u64) {
+        #[cfg(unix)]
+        {
+            let (temporary, link) = (self.root.join(format!(".step-{name}.tmp")), self.root.join(name));
+            let _ = fs::remove_file(&temporary);
+            // The links are for people and their scripts: no command depends on them.
+            if std::os::unix::fs::symlink(format!("step-{step:08}"), &temporary).is_ok()
+                && fs::rename(&temporary, &link).is_err()
+            {
+                let _ = fs::remove_file(&temporary);
+            }
+        }
+        #[cfg(not(unix))]
+        let _ = (name, step);
+    }
+
     /// Removes all but the newest `keep` good checkpoints and the one of step `best`. Checkpoints newer than the
     /// newest good one stay.
     pub fn prune(&self, keep: usize, best: Option<u64>) -> Result<(), Failure> {
@@ -273,7 +290,9 @@ impl Checkpoints {
     /// Bytes of everything in the checkpoint folder.
     pub fn bytes(&self) -> u64 {
         let folder = |path: PathBuf| fs::read_dir(path).into_iter().flatten().filter_map(Result::ok);
-        let files = folder(self.root.clone()).flat_map(|entry| folder(entry.path()));
+        let is_link = |entry: &fs::DirEntry| entry.file_type().is_ok_and(|kind| kind.is_symlink());
+        let checkpoints = folder(self.root.clone()).filter(|entry| !is_link(entry));
+        let files = checkpoints.flat_map(|entry| folder(entry.path()));
         files.filter_map(|file| file.metadata().ok()).map(|metadata| metadata.len()).sum()
     }
 }

@@ -65,7 +65,10 @@ pub enum Failure {
     Locked { folder: PathBuf, pid: Option<u32> },
     #[error("`{}` is not a run: it has neither a job.toml nor checkpoints", .0.display())]
     NotARun(PathBuf),
-    #[error("the model does not fit in the memory it may use: it needs {needs} of RAM of {ram}{}", of_vram(needs_vram, vram))]
+    #[error(
+        "the model does not fit in the memory it may use: it needs {needs} of RAM of {ram}{}",
+        of_vram(needs_vram, vram)
+    )]
     SessionDoesNotFit { needs: Bytes, ram: Bytes, needs_vram: Bytes, vram: Bytes },
     #[error("{what}")]
     WrongTask { what: &'static str, instead: &'static str },

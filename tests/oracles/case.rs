@@ -311,7 +311,7 @@ impl TestNetwork<'_> {
         let (rows, ledger) = (self.case.rows(), Ledger::new(u64::MAX, None));
         let ids: Vec<u64> = (0..rows as u64).collect();
         let (walk, batch) = (self.walk(&ids, Mode::Eval, &ledger, 0), self.micro_batch(0, rows));
-        let logits = self.built.network.logits(&walk, &batch.inputs).unwrap();
+        let logits = self.built.network.logits(&walk, Some(&batch.inputs)).unwrap().unwrap();
         let classes = logits.dims()[logits.rank() - 1];
         assert_eq!(logits.elem_count(), batch.targets.elem_count() * classes, "{}", self.case.name);
         let targets = batch.targets.flatten_all().unwrap().to_vec1::<u32>().unwrap();

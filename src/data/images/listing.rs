@@ -155,7 +155,8 @@ impl ImageListing {
             self.add_container(path);
             return self.add_recursive(path, Path::new(""), 0, 0);
         }
-        let (folder, name) = (path.parent().unwrap_or(Path::new("")), path.file_name().unwrap_or(path.as_os_str()));
+        let (folder, name) =
+            (path.parent().unwrap_or(Path::new("")), path.file_name().unwrap_or(path.as_os_str()));
         self.add_container(folder);
         self.add(name, 0);
         Ok(())

@@ -44,7 +44,9 @@ impl TableRows {
                 Some(OpenRows::Csv(reader, dialect)) => reader.next()?.map(|(_, row)| {
                     let mut fields = RowFields::default();
                     fields.split(row, dialect.delimiter);
-                    (0..fields.len()).map(|i| String::from_utf8_lossy(fields.get(row, i)).into_owned()).collect()
+                    (0..fields.len())
+                        .map(|i| String::from_utf8_lossy(fields.get(row, i)).into_owned())
+                        .collect()
                 }),
                 Some(OpenRows::Parquet(path, rows)) => {
                     let row = rows.next().transpose().map_err(|error| parquet_error(path.clone(), &error))?;

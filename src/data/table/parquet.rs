@@ -552,8 +552,9 @@ impl ShardedDataset for ParquetDataset {
 
     fn open(&self, shard: u32) -> Result<Box<dyn ShardReader>, DataError> {
         let group = self.table.row_groups[shard as usize];
-        let rows =
-            self.table.open_row_group(group, self.encoder.schema.columns.iter().map(|column| column.index))?;
+        let rows = self
+            .table
+            .open_row_group(group, self.encoder.schema.columns.iter().map(|column| column.index))?;
         Ok(Box::new(RowGroupReader { rows, encoder: self.encoder.clone(), record: group.first_in_file }))
     }
 

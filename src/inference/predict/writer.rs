@@ -86,7 +86,10 @@ impl RowWriter {
         });
         let create = || match &paths {
             Some((_, part)) => File::create(part).map_err(Failure::io("create", part)),
-            None => Err(Failure::WrongTask { what: "Parquet cannot be written to stdout", instead: "name a file with `-o`" }),
+            None => Err(Failure::WrongTask {
+                what: "Parquet cannot be written to stdout",
+                instead: "name a file with `-o`",
+            }),
         };
         let stream = || -> Result<Box<dyn Write>, Failure> {
             match &paths {
@@ -99,10 +102,10 @@ impl RowWriter {
             OutputFormat::JsonLines => Self { sink: Sink::JsonLines(stream()?), columns, paths },
             OutputFormat::Parquet => {
                 let file = create()?;
-                let properties =
-                    WriterProperties::builder().set_compression(Compression::SNAPPY).build();
-                let opened = schema(&columns)
-                    .and_then(|schema| SerializedFileWriter::new(file, Arc::new(schema), Arc::new(properties)));
+                let properties = WriterProperties::builder().set_compression(Compression::SNAPPY).build();
+                let opened = schema(&columns).and_then(|schema| {
+                    SerializedFileWriter::new(file, Arc::new(schema), Arc::new(properties))
+                });
                 let opened = opened.map_err(io::Error::other).map_err(write_error(&paths))?;
                 Self { sink: Sink::Parquet(Box::new(opened), Vec::new()), columns, paths }
             }
@@ -214,7 +217,8 @@ fn write_row_group(
         let levels: Vec<i16> = rows.iter().map(|row| i16::from(row[i] != Cell::Null)).collect();
         match column.is_number {
             true => {
-                let number = |row: &Vec<Cell>| if let Cell::Number(number) = row[i] { Some(number) } else { None };
+                let number =
+                    |row: &Vec<Cell>| if let Cell::Number(number) = row[i] { Some(number) } else { None };
                 let values: Vec<f32> = rows.iter().filter_map(number).collect();
                 writer.typed::<FloatType>().write_batch(&values, Some(&levels), None)?;
             }

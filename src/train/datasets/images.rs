@@ -145,7 +145,8 @@ pub(super) fn open_trained(
         Samples::Labelled(files) => labelled(files),
         Samples::Valid if !s.files.valid.is_empty() => labelled(&s.files.valid),
         Samples::Valid => {
-            let (_, valid) = split::random_split(labelled(&s.files.train)?, s.files.valid_fraction, opening.seed)?;
+            let (_, valid) =
+                split::random_split(labelled(&s.files.train)?, s.files.valid_fraction, opening.seed)?;
             Ok(Arc::new(valid))
         }
         Samples::Unlabelled(files) => {
@@ -171,7 +172,14 @@ pub(super) fn open_trained_idx(
         .into());
     };
     let s = job::IdxConfig { valid_images: images.clone(), valid_labels: labels.clone(), ..s.clone() };
-    Ok(Arc::new(open_idx(&s, &s.valid_images, &s.valid_labels, transforms::Augmentation::default(), readers, opening)?))
+    Ok(Arc::new(open_idx(
+        &s,
+        &s.valid_images,
+        &s.valid_labels,
+        transforms::Augmentation::default(),
+        readers,
+        opening,
+    )?))
 }
 
 impl Datasets {

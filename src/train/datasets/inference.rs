@@ -62,7 +62,9 @@ impl TrainedOn<'_> {
                 };
                 Ok(sets.valid)
             }
-            SourceConfig::Shapes(_) | SourceConfig::TextSynthetic(_) => Ok(Datasets::open(job, opening)?.valid),
+            SourceConfig::Shapes(_) | SourceConfig::TextSynthetic(_) => {
+                Ok(Datasets::open(job, opening)?.valid)
+            }
         }
     }
 

@@ -74,7 +74,8 @@ pub(super) fn open_trained(
         Samples::Unlabelled(files) => open(files, &schema.inputs())?,
         Samples::Valid if !files.valid.is_empty() => open(&files.valid, schema)?,
         Samples::Valid => {
-            let (_, valid) = split::random_split(open(&files.train, schema)?, files.valid_fraction, job.seed)?;
+            let (_, valid) =
+                split::random_split(open(&files.train, schema)?, files.valid_fraction, job.seed)?;
             Arc::new(valid)
         }
     })

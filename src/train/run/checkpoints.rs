@@ -39,8 +39,11 @@ impl RunCheckpoints {
         }
     }
 
-    /// The run resumes from this checkpoint.
-    pub fn resume(&mut self, step: u64, path: PathBuf) {
+    /// The run resumes from this checkpoint; `best` is the step of the best so far.
+    pub fn resume(&mut self, step: u64, path: PathBuf, best: Option<u64>) {
+        // A process that was killed in between left them as they were.
+        self.store.link("last", step);
+        best.into_iter().for_each(|best| self.store.link("best", best));
         (self.last, self.unproven, self.last_finite) = (Some((step, path)), Some(step), step);
     }
 
@@ -80,12 +83,17 @@ impl RunCheckpoints {
         let write_s = begun.elapsed().as_secs_f64();
         ctx.record(Event::Checkpoint { step, path: path.display().to_string(), bytes, write_s })?;
         (self.last, self.unproven) = (Some((step, path)), Some(step));
+        self.store.link("last", step);
         Ok(())
     }
 
     /// Adds the result of an evaluation to the checkpoint of its step.
     pub fn save_evaluation(&self, state: &CheckpointState) -> Result<(), Failure> {
-        self.store.save_evaluation(state)
+        self.store.save_evaluation(state)?;
+        if state.best.is_some_and(|(_, step)| step == state.step) {
+            self.store.link("best", state.step);
+        }
+        Ok(())
     }
 
     /// An update was finite, so the weights before it are good. Returns whether older checkpoints can be removed now.

@@ -250,7 +250,7 @@ impl Run<'_> {
             self.evaluation =
                 Evaluation { due: state.evaluation_due, metrics: state.metrics, best: state.best };
             self.deferred.evaluation = state.evaluation_deferred;
-            self.checkpoints.resume(state.step, path);
+            self.checkpoints.resume(state.step, path, state.best.map(|(_, step)| step));
         }
         self.ctx.record(Event::Resumed { step: self.ctx.position.step, checkpoint, skipped })
     }

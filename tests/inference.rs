@@ -1,0 +1,177 @@
+//! Trained models are used through the program: evaluated and asked, after their data is gone and their folder moved.
+
+use std::fs;
+use std::path::Path;
+
+use serde_json::Value;
+
+use crate::harness::{Finished, job_folder, trainer};
+
+/// A table of two numbers and a category; the class depends on all of them.
+fn table(rows: usize, first: usize) -> String {
+    let row = |i: usize| {
+        let (x, y) = ((i * 37 % 101) as f64 / 10.0, (i * 53 % 97) as f64 / 9.0);
+        let (color, shift) = [("red", 0.0), ("green", 3.0), ("blue, dark", -3.0)][i % 3];
+        let class = if x + shift > y { "above" } else { "below" };
+        format!("{x},{y},\"{color}\",{class}\n")
+    };
+    std::iter::once("x,y,color,class\n".to_owned()).chain((first..first + rows).map(row)).collect()
+}
+
+const CLASSIFIER: &str = "[model]\nkind = 'mlp'\nhidden = [32]\n[data]\nkind = 'csv'\ntrain = ['train.csv']\n\
+    target = 'class'\nvalid_fraction = 0.25\n[train]\nbatch_size = 16\nepochs = 12\nema = 0.9\n\
+    [optimizer]\nkind = 'adamw'\nlr = 0.02\n[log]\ntensorboard = false\n";
+
+fn trained(job: &str, train: &str) -> tempfile::TempDir {
+    let folder = job_folder(job);
+    fs::write(folder.path().join("train.csv"), train).unwrap();
+    trainer(folder.path(), &["fit", "job.toml", "--run-dir", "run", "-q"]).expect(0);
+    folder
+}
+
+fn rows(text: &str) -> Vec<Vec<&str>> {
+    text.lines().map(|line| line.split(',').collect()).collect()
+}
+
+fn predict(folder: &Path, args: &[&str]) -> Finished {
+    trainer(folder, &[&["predict"], args, &["-q"]].concat())
+}
+
+/// The last evaluation that training reported.
+fn last_eval(run: &Path) -> Value {
+    let events = fs::read_to_string(run.join("events.jsonl")).unwrap();
+    let lines = events.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
+    lines.filter(|event| event["event"] == "eval").last().unwrap()
+}
+
+#[test]
+fn a_classifier_is_evaluated_as_training_evaluated_it() {
+    let folder = trained(CLASSIFIER, &table(400, 0));
+    let metrics =
+        trainer(folder.path(), &["eval", "run", "--checkpoint", "last", "--json", "-q"]).expect(0).json();
+    let trained = last_eval(&folder.path().join("run"));
+    for (ours, theirs) in [("loss", "valid.loss"), ("accuracy", "valid.accuracy")] {
+        let (ours, theirs) =
+            (metrics["metrics"][ours].as_f64().unwrap(), trained["metrics"][theirs].as_f64().unwrap());
+        assert!((ours - theirs).abs() < 1e-5, "{ours} {theirs}");
+    }
+    assert_eq!(metrics["samples"], 100);
+    let confusion: u64 = metrics["confusion"]["matrix"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .flat_map(|row| row.as_array().unwrap())
+        .map(|n| n.as_u64().unwrap())
+        .sum();
+    assert_eq!(confusion, 100);
+    assert_eq!(metrics["confusion"]["classes"], serde_json::json!(["above", "below"]));
+    assert!(metrics["metrics"]["roc_auc"].as_f64().unwrap() > 0.9);
+}
+
+#[test]
+fn predictions_need_neither_the_training_data_nor_the_old_place() {
+    let folder = trained(CLASSIFIER, &table(400, 0));
+    fs::write(folder.path().join("new.csv"), table(50, 1000)).unwrap();
+    let before = predict(folder.path(), &["run", "new.csv", "--probabilities"]).expect(0).stdout;
+    fs::remove_file(folder.path().join("train.csv")).unwrap();
+    fs::remove_dir_all(folder.path().join("runs")).ok();
+    fs::rename(folder.path().join("run"), folder.path().join("moved")).unwrap();
+    let after = predict(folder.path(), &["moved", "new.csv", "--probabilities"]).expect(0).stdout;
+    assert_eq!(before, after);
+    let found = rows(&after);
+    assert_eq!(found[0], ["prediction", "probability", "probability_above", "probability_below", "error"]);
+    assert_eq!(found.len(), 51);
+    let right =
+        table(50, 1000).lines().zip(&found).skip(1).filter(|(row, found)| row.ends_with(found[0])).count();
+    assert!(right >= 45, "{right} of 50");
+    // The checkpoint folder alone is enough, and so is the link to it.
+    let linked =
+        predict(folder.path(), &["moved/checkpoints/best", "new.csv", "--probabilities"]).expect(0).stdout;
+    assert_eq!(linked, after);
+}
+
+#[test]
+fn columns_may_be_in_another_order_and_a_missing_one_is_named() {
+    let folder = trained(CLASSIFIER, &table(400, 0));
+    fs::write(folder.path().join("new.csv"), "x,y,color\n1,2,red\n9,1,green\n").unwrap();
+    fs::write(folder.path().join("other.csv"), "id,color,y,x\n7,red,2,1\n8,green,1,9\n").unwrap();
+    let one = predict(folder.path(), &["run", "new.csv"]).expect(0).stdout;
+    assert_eq!(predict(folder.path(), &["run", "other.csv"]).expect(0).stdout, one);
+    fs::write(folder.path().join("short.csv"), "x,color\n1,red\n").unwrap();
+    let text = predict(folder.path(), &["run", "short.csv"]).expect(4).stderr;
+    assert!(text.contains("it has no column `y`"), "{text}");
+}
+
+#[test]
+fn a_bad_row_stops_or_is_a_row_with_an_error_as_the_job_says() {
+    let folder = trained(CLASSIFIER, &table(400, 0));
+    fs::write(folder.path().join("new.csv"), "x,y,color\n1,2,red\nfour,1,green\n3,1,purple\n").unwrap();
+    let text = predict(folder.path(), &["run", "new.csv", "-o", "out.csv"]).expect(4).stderr;
+    assert!(text.contains("four") && !folder.path().join("out.csv").exists(), "{text}");
+    assert_eq!(
+        fs::read_dir(folder.path())
+            .unwrap()
+            .flatten()
+            .filter(|e| e.file_name().to_string_lossy().ends_with(".part"))
+            .count(),
+        0
+    );
+    let args = ["run", "new.csv", "-o", "out.jsonl", "--set", "data.on_bad_record=skip", "--with-inputs"];
+    let ended = trainer(folder.path(), &[&["predict"], &args[..]].concat()).expect(4);
+    assert!(
+        ended.stderr.contains("1 bad rows") && ended.stderr.contains("`color`: 1 cells"),
+        "{}",
+        ended.stderr
+    );
+    let lines: Vec<Value> = fs::read_to_string(folder.path().join("out.jsonl"))
+        .unwrap()
+        .lines()
+        .map(|line| serde_json::from_str(line).unwrap())
+        .collect();
+    assert_eq!(lines.len(), 3);
+    assert!(lines[1]["prediction"].is_null() && lines[1]["error"].as_str().unwrap().contains("four"));
+    assert_eq!((&lines[1]["x"], &lines[2]["color"]), (&"four".into(), &"purple".into()));
+    assert!(lines[0]["prediction"].is_string() && lines[2]["prediction"].is_string());
+}
+
+#[test]
+fn regression_is_in_the_units_of_the_target() {
+    let text: String = std::iter::once("a,b,price\n".to_owned())
+        .chain((0..300).map(|i| {
+            let (a, b) = ((i * 37 % 101) as f64, (i * 53 % 97) as f64);
+            format!("{a},{b},{}\n", 1000.0 + 30.0 * a - 10.0 * b)
+        }))
+        .collect();
+    let job =
+        CLASSIFIER.replace("target = 'class'", "target = 'price'").replace("epochs = 12", "epochs = 60");
+    let folder = trained(&job, &text);
+    fs::write(folder.path().join("new.csv"), "a,b\n50,50\n10,90\n").unwrap();
+    let found = predict(folder.path(), &["run", "new.csv"]).expect(0).stdout;
+    let found: Vec<f64> = rows(&found)[1..].iter().map(|row| row[0].parse().unwrap()).collect();
+    assert!((found[0] - 2000.0).abs() < 150.0 && (found[1] - 400.0).abs() < 250.0, "{found:?}");
+    let metrics = trainer(folder.path(), &["eval", "run", "--json", "-q"]).expect(0).json();
+    let of = |name: &str| metrics["metrics"][name].as_f64().unwrap();
+    assert!(
+        of("rmse") > 1.0 && of("rmse") < 150.0 && of("mae") <= of("rmse") && of("r2") > 0.95,
+        "{metrics}"
+    );
+}
+
+#[test]
+fn what_is_no_model_is_refused_with_its_exit_code() {
+    let folder = trained(CLASSIFIER, &table(100, 0));
+    let at = folder.path();
+    trainer(at, &["eval", "nowhere"]).expect(2);
+    let text = trainer(at, &["eval", "run", "--checkpoint", "step-3"]).expect(1).stderr;
+    assert!(text.contains("it has no step 3"), "{text}");
+    fs::write(at.join("empty.csv"), "").unwrap();
+    trainer(at, &["predict", "run", "empty.csv"]).expect(4);
+    trainer(at, &["predict", "run", "new.xyz", "-o", "out.xyz"]).expect(2);
+    let weights = at.join("run/checkpoints/last/ema.safetensors");
+    let bytes = fs::read(&weights).unwrap();
+    fs::write(&weights, &bytes[..bytes.len() / 2]).unwrap();
+    let text = trainer(at, &["eval", "run", "--checkpoint", "last"]).expect(1).stderr;
+    assert!(text.contains("does not match its checksum"), "{text}");
+    let text = trainer(at, &["eval", "run/checkpoints/last", "--set", "memory.ram='1MiB'"]);
+    assert!(text.code() == Some(1) || text.code() == Some(3));
+}
