@@ -175,3 +175,45 @@ fn what_is_no_model_is_refused_with_its_exit_code() {
     let text = trainer(at, &["eval", "run/checkpoints/last", "--set", "memory.ram='1MiB'"]);
     assert!(text.code() == Some(1) || text.code() == Some(3));
 }
+
+/// Class weights, smoothing, the losses of a regression and early stopping are keys of the job.
+#[test]
+fn losses_and_early_stopping_are_keys_of_the_job() {
+    let folder = job_folder(CLASSIFIER);
+    fs::write(folder.path().join("train.csv"), table(400, 0)).unwrap();
+    let fit = |run: &str, sets: &[&str]| {
+        let sets: Vec<&str> = sets.iter().flat_map(|set| ["--set", *set]).collect();
+        trainer(folder.path(), &[&["fit", "job.toml", "--run-dir", run, "-q"], &sets[..]].concat())
+    };
+    fit("smooth", &["train.label_smoothing=0.2", "train.class_weights=balanced"]).expect(0);
+    let smooth = last_eval(&folder.path().join("smooth"))["metrics"]["valid.loss"].as_f64().unwrap();
+    assert!(smooth > 0.3, "smoothing keeps the loss of certain predictions up: {smooth}");
+    let text = fit("a", &["train.class_weights={abov=2.0}"]).expect(2).stderr;
+    assert!(text.contains("names `abov`, which is no class"), "{text}");
+    let text = fit("b", &["train.loss=mae"]).expect(2).stderr;
+    assert!(text.contains("`train.loss = \"mae\"` needs values as targets"), "{text}");
+    fit("early", &["train.epochs=200", "stop.target=0.9", "stop.metric=valid.accuracy"]).expect(0);
+    let summary: Value =
+        serde_json::from_str(&fs::read_to_string(folder.path().join("early/summary.json")).unwrap()).unwrap();
+    assert_eq!(summary["state"], "finished");
+    assert!(summary["reason"].as_str().unwrap().contains("valid.accuracy has reached"), "{summary}");
+    assert!(summary["steps"].as_u64().unwrap() < summary["total_steps"].as_u64().unwrap());
+    // A resumed run that has stopped has nothing left to do, and one with another target continues.
+    let resume = |sets: &[&str]| {
+        let sets: Vec<&str> = sets.iter().flat_map(|set| ["--set", *set]).collect();
+        trainer(
+            folder.path(),
+            &[
+                &["fit", "job.toml", "--run-dir", "early", "--resume", "-q", "--set", "train.epochs=200"],
+                &sets[..],
+            ]
+            .concat(),
+        )
+        .expect(0);
+        let text = fs::read_to_string(folder.path().join("early/summary.json")).unwrap();
+        serde_json::from_str::<Value>(&text).unwrap()["steps"].as_u64().unwrap()
+    };
+    let stopped = resume(&["stop.target=0.9", "stop.metric=valid.accuracy"]);
+    assert_eq!(Some(stopped), summary["steps"].as_u64());
+    assert!(resume(&["stop.patience=1", "stop.min_delta=0.5"]) > stopped);
+}

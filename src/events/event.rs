@@ -287,6 +287,13 @@ pub enum Event {
         /// What to change.
         advice: String,
     },
+    /// The run ends before its last update, as the job's `[stop]` says.
+    StoppedEarly {
+        /// Updates applied.
+        step: u64,
+        /// Why, for people.
+        reason: String,
+    },
     /// A signal stopped the run after its checkpoint was written.
     Interrupted {
         /// Updates applied.

@@ -40,7 +40,7 @@ pub struct BestCheckpoint {
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Summary {
     pub state: RunState,
-    /// Why it stopped without finishing.
+    /// Why it stopped before its last update.
     pub reason: Option<String>,
     pub name: String,
     /// Run directory.
@@ -93,6 +93,8 @@ struct FoldState {
     last_t: Option<f64>,
     /// A session has started and not yet made a step.
     before_first_step: bool,
+    /// Why the run is about to end early.
+    stopped_early: Option<String>,
     train_samples: u64,
     steps_per_epoch: u64,
     samples_per_update: u64,
@@ -200,6 +202,7 @@ impl Summary {
             | Event::CudaGraphDisabled { .. }
             | Event::CudnnDisabled { .. }
             | Event::DeviceHeap { .. } => {}
+            Event::StoppedEarly { reason, .. } => self.fold.stopped_early = Some(reason.clone()),
             Event::BadRecords { count, .. } => self.bad_records = *count,
             Event::SlowData { cause, advice, .. } => self.slow_data = Some(format!("{cause}: {advice}")),
             Event::Interrupted { step, signal, checkpoint } => {
@@ -231,7 +234,7 @@ impl Summary {
                 bad_records,
             } => {
                 self.bad_records = *bad_records;
-                (self.state, self.reason) = (RunState::Finished, None);
+                (self.state, self.reason) = (RunState::Finished, self.fold.stopped_early.take());
                 (self.steps, self.epochs, self.samples) = (*steps, *epochs, *samples);
                 (self.elapsed_s, self.data_wait_s) = (*elapsed_s, *data_wait_s);
                 self.planned_peak_bytes = *planned_peak_bytes;

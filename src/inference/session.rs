@@ -21,7 +21,7 @@ use crate::layers::{Mode, PassContext};
 use crate::memory::gpu::GpuDevice;
 use crate::memory::process::{ProcessMemory, ThreadStacks};
 use crate::memory::{Ledger, Reservation};
-use crate::models::BuiltModel;
+use crate::models::{BuiltModel, LossOptions};
 use crate::param_store::ParamStore;
 use crate::params::ParamLayout;
 use crate::planner::estimate::{
@@ -110,8 +110,11 @@ impl Unloaded {
             None => Backend::Cpu { threads: rayon::current_num_threads() },
         };
         let dtype = activation_dtype(model.job.train.precision, backend);
-        let BuiltModel { network, layout } = fused_network(&model.job.model, features, dtype, backend)?;
-        let buckets = bucket_networks(&model.job.model, features, dtype, backend)?;
+        // Smoothing and weights belong to training: a loss is that of the targets as they are.
+        let loss = LossOptions::default();
+        let BuiltModel { network, layout } =
+            fused_network(&model.job.model, &loss, features, dtype, backend)?;
+        let buckets = bucket_networks(&model.job.model, &loss, features, dtype, backend)?;
         Ok(Self { network, buckets, layout, dtype, backend })
     }
 

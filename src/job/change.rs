@@ -8,7 +8,7 @@ use super::Job;
 use super::renamed::renamed;
 
 /// Keys, or tables, that a resumed run may change.
-const CHANGEABLE_ON_RESUME: [&str; 16] = [
+const CHANGEABLE_ON_RESUME: [&str; 17] = [
     "name",
     "data.workers",
     "data.prefetch",
@@ -24,6 +24,7 @@ const CHANGEABLE_ON_RESUME: [&str; 16] = [
     "memory",
     "eval",
     "checkpoint",
+    "stop",
     "log",
 ];
 
@@ -61,7 +62,12 @@ impl Job {
 
     /// As [`structural_changes`](Self::structural_changes), since the job whose resolved JSON was `before`.
     pub fn structural_changes_since(&self, before: &serde_json::Value) -> Vec<JobChange> {
-        let (before, after) = (leaves(before), leaves(&self.to_json()));
+        // A key that an earlier version did not have has its default.
+        let with_defaults = serde_json::from_value::<Job>(before.clone()).map(|job| leaves(&job.to_json()));
+        let stated = leaves(before);
+        let before: BTreeMap<String, String> =
+            with_defaults.unwrap_or_default().into_iter().chain(stated).collect();
+        let after = leaves(&self.to_json());
         let samples = |job: &BTreeMap<String, String>| {
             let of = |key: &str| job.get(key).and_then(|value| value.parse::<u64>().ok()).unwrap_or(1);
             of("train.batch_size") * of("train.accumulation_steps")

@@ -22,6 +22,7 @@ mod renamed;
 mod rules;
 mod schema;
 mod source_map;
+mod stop;
 mod train;
 mod transformer;
 
@@ -48,7 +49,8 @@ pub use progress::{BestMetric, CheckpointConfig, EvalConfig, Interval, LogConfig
 pub use reference::job_markdown;
 pub use schema::schema;
 pub use source_map::{Snippet, SourceLocation};
-pub use train::{Precision, RunLength, TrainConfig};
+pub use stop::StopConfig;
+pub use train::{ClassWeightsConfig, ClassWeightsRule, LossKind, Precision, RunLength, TrainConfig};
 pub use transformer::{BertConfig, GptConfig, LlamaConfig, VitConfig};
 
 /// A resolved job: every default is filled in, every path absolute.
@@ -75,6 +77,8 @@ pub struct Job {
     pub eval: EvalConfig,
     #[serde(default)]
     pub checkpoint: CheckpointConfig,
+    #[serde(default, skip_serializing_if = "StopConfig::is_off")]
+    pub stop: StopConfig,
     #[serde(default)]
     pub log: LogConfig,
 }

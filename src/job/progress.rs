@@ -157,9 +157,13 @@ impl BestMetric {
         }
     }
 
+    pub fn is_lower_better(self) -> bool {
+        self == Self::Loss
+    }
+
     /// Whether `new` ranks above `old`. A value that is not a number never does.
     pub fn improves(self, new: f64, old: f64) -> bool {
-        if self == Self::Loss { new < old } else { new > old }
+        if self.is_lower_better() { new < old } else { new > old }
     }
 }
 

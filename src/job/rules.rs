@@ -9,8 +9,8 @@ use super::check::SpannedError;
 use super::error::{ErrorCode, JobError};
 use super::source_map::WHOLE_FILE;
 use super::{
-    AugmentConfig, CategoryEncoding, CsvConfig, Job, JsonlConfig, OptimizerConfig, ParquetConfig, Precision,
-    RunLength, SourceConfig,
+    AugmentConfig, BestMetric, CategoryEncoding, CsvConfig, Job, JsonlConfig, OptimizerConfig, ParquetConfig,
+    Precision, RunLength, SourceConfig,
 };
 
 /// Every contradiction in `job`, reported where `tree` states it.
@@ -48,15 +48,17 @@ pub(super) fn contradictions(job: &Job, tree: &DeTable) -> Vec<SpannedError> {
             "add `precision = \"f32\"` to [train], or remove `tf32`".into(),
         );
     }
-    if let Some(metric) = job.checkpoint.best.metric()
-        && !job.eval.metrics.contains(&metric)
-    {
-        let name = metric.name();
-        report(
-            "checkpoint.best",
-            format!("`checkpoint.best` is \"valid.{name}\", which is not in `eval.metrics`"),
-            format!("add \"{name}\" to `eval.metrics`"),
-        );
+    for (key, best) in [("checkpoint.best", Some(job.checkpoint.best)), ("stop.metric", job.stop.metric)] {
+        if let Some(metric) = best.and_then(BestMetric::metric)
+            && !job.eval.metrics.contains(&metric)
+        {
+            let name = metric.name();
+            report(
+                key,
+                format!("`{key}` is \"valid.{name}\", which is not in `eval.metrics`"),
+                format!("add \"{name}\" to `eval.metrics`"),
+            );
+        }
     }
     if let SourceConfig::Jsonl(JsonlConfig { label: Some(_), messages, pack, .. }) = &job.data.source {
         if *pack {

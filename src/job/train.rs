@@ -37,6 +37,22 @@ pub struct TrainConfig {
     /// several times faster. Requires `precision = "f32"`; no effect on the CPU.
     #[serde(default)]
     pub tf32: bool,
+    /// What is minimized.
+    #[serde(default)]
+    pub loss: LossKind,
+    /// Distance from which `huber` grows linearly, in the units that the model predicts: standard deviations of the
+    /// target if it is standardized.
+    #[serde(default = "huber_delta")]
+    #[schemars(extend("exclusiveMinimum" = 0.0))]
+    pub huber_delta: f64,
+    /// Fraction of each target that is spread over all classes.
+    #[serde(default)]
+    #[schemars(range(min = 0.0), extend("exclusiveMaximum" = 1.0))]
+    pub label_smoothing: f64,
+    /// Weight of each class in the loss: a table of class names and weights, 1 for those it does not name, or
+    /// `"balanced"`, inversely proportional to their samples in the training set.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub class_weights: Option<ClassWeightsConfig>,
     /// Clip the gradient to this norm; no clipping if absent.
     #[schemars(extend("exclusiveMinimum" = 0.0))]
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -56,6 +72,10 @@ fn batch_size() -> usize {
     64
 }
 
+fn huber_delta() -> f64 {
+    1.0
+}
+
 fn accumulation_steps() -> usize {
     1
 }
@@ -73,6 +93,41 @@ impl TrainConfig {
     pub fn samples_per_update(&self) -> usize {
         self.batch_size * self.accumulation_steps
     }
+}
+
+/// What training minimizes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum LossKind {
+    /// `cross_entropy` for classes and tokens, `mse` for values.
+    #[default]
+    Auto,
+    /// Cross-entropy of the softmax over classes or tokens.
+    CrossEntropy,
+    /// Mean squared error.
+    Mse,
+    /// Mean absolute error.
+    Mae,
+    /// Squared up to `huber_delta`, then linear.
+    Huber,
+}
+
+/// The weights of classes.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(untagged)]
+pub enum ClassWeightsConfig {
+    /// Inversely proportional to the samples of the class.
+    Named(ClassWeightsRule),
+    /// By class name.
+    Table(std::collections::BTreeMap<String, f64>),
+}
+
+/// How class weights follow from the training set.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum ClassWeightsRule {
+    /// `samples / (classes x samples of the class)`, as in scikit-learn.
+    Balanced,
 }
 
 /// The length of a run.

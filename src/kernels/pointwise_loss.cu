@@ -5,7 +5,7 @@ namespace {
 
 constexpr int WARPS = 4, THREADS = WARPS * WARP;
 
-enum PointwiseLossFn : int { SQUARED_ERROR, HUBER, BCE_WITH_LOGITS };
+enum PointwiseLossFn : int { SQUARED_ERROR, HUBER, BCE_WITH_LOGITS, ABSOLUTE_ERROR };
 
 __device__ __forceinline__ float log_of(float x) { return logf(x); }
 __device__ __forceinline__ double log_of(double x) { return log(x); }
@@ -26,6 +26,10 @@ __global__ void __launch_bounds__(THREADS)
         if constexpr (kind == SQUARED_ERROR) {
             value = (prediction - t) * (prediction - t);
             slope = (prediction - t) + (prediction - t);
+        } else if constexpr (kind == ABSOLUTE_ERROR) {
+            R d = prediction - t;
+            value = d < R(0) ? -d : d;
+            slope = d < R(0) ? R(-1) : d > R(0) ? R(1) : R(0);
         } else if constexpr (kind == HUBER) {
             R d = prediction - t, size = d < R(0) ? -d : d;
             bool far = size > delta;

@@ -17,6 +17,8 @@ use crate::with_elem;
 pub enum PointwiseLossFn {
     /// `(p - t)^2`
     SquaredError,
+    /// `|p - t|`
+    AbsoluteError,
     /// `(p - t)^2 / 2` up to `delta`, then linear with the same slope.
     Huber { delta: f64 },
     /// `-ln(sigmoid(p))` for `t` = 1, `-ln(1 - sigmoid(p))` for `t` = 0, and their interpolation in between.
@@ -29,6 +31,11 @@ impl PointwiseLossFn {
     fn value_and_slope<R: Real>(self, p: R, t: R) -> (R, R) {
         match self {
             PointwiseLossFn::SquaredError => ((p - t) * (p - t), (p - t) + (p - t)),
+            PointwiseLossFn::AbsoluteError => {
+                let d = p - t;
+                let sign = if d < R::ZERO { -R::ONE } else { R::ONE };
+                (d.abs(), if d == R::ZERO { R::ZERO } else { sign })
+            }
             PointwiseLossFn::Huber { delta } => {
                 let (d, delta) = (p - t, R::of_f64(delta));
                 let far = d.abs() > delta;
@@ -50,6 +57,7 @@ impl PointwiseLossFn {
     fn reference(self, p: &Tensor, t: &Tensor) -> Result<Tensor> {
         match self {
             PointwiseLossFn::SquaredError => (p - t)?.sqr(),
+            PointwiseLossFn::AbsoluteError => (p - t)?.abs(),
             PointwiseLossFn::Huber { delta } => {
                 let d = (p - t)?.abs()?;
                 let near = d.minimum(&(d.ones_like()? * delta)?)?;

@@ -132,6 +132,7 @@ mod tests {
     fn kind() -> impl Strategy<Value = PointwiseLossFn> {
         prop::sample::select(vec![
             PointwiseLossFn::SquaredError,
+            PointwiseLossFn::AbsoluteError,
             PointwiseLossFn::Huber { delta: 0.7 },
             PointwiseLossFn::BceWithLogits,
         ])

@@ -3,6 +3,7 @@
 use super::BuiltModel;
 use crate::base::features::{Features, InputSpec, TargetSpec};
 use crate::graph::network::{LayerBlock, Network, Node};
+use crate::job::LossKind;
 use crate::kernels::Activation;
 use crate::layers::Layer;
 use crate::layers::activation::ActivationLayer;
@@ -13,7 +14,7 @@ use crate::layers::flatten::Flatten;
 use crate::layers::linear::{Linear, LinearOptions};
 use crate::layers::loss::Loss;
 use crate::layers::pointwise_loss::{PointwiseLoss, PointwiseLossFn};
-use crate::params::{DuplicateName, ParamInit, ParamRegistry};
+use crate::params::{DuplicateName, ParamId, ParamInit, ParamRegistry};
 
 /// Why a model cannot be built.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -22,10 +23,49 @@ pub enum ModelError {
     Shape { layer: String, got: Vec<usize>, needs: String },
     #[error("models of kind `{kind}` need {needs}, and the data has {got}")]
     Data { kind: &'static str, needs: &'static str, got: String },
+    #[error("`train.{}` needs {needs} as targets, and the data has {got}", key(loss))]
+    Loss { loss: &'static str, needs: &'static str, got: String },
+    #[error("`train.class_weights` names `{name}`, which is no class; the classes are {classes}")]
+    ClassWeight { name: String, classes: String },
+    #[error(
+        "`train.class_weights = \"balanced\"` needs the samples per class, and this data does not count them"
+    )]
+    NoClassCounts,
     #[error(transparent)]
     DuplicateName(#[from] DuplicateName),
     #[error("the model has no loss")]
     NoLoss,
+}
+
+/// The job key that sets a loss or what belongs to it.
+fn key(loss: &str) -> String {
+    match loss {
+        "class_weights" | "label_smoothing" => loss.to_owned(),
+        _ => format!("loss = \"{loss}\""),
+    }
+}
+
+/// The loss of a model, resolved from the job and its data.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct LossOptions {
+    pub kind: LossKind,
+    pub huber_delta: f64,
+    pub label_smoothing: f64,
+    /// One per class.
+    pub class_weights: Option<Vec<f32>>,
+}
+
+/// The linear layer of a loss.
+pub(super) struct HeadParams {
+    /// (outputs, width)
+    pub weight: ParamId,
+    /// The weight belongs to another layer.
+    pub tied: bool,
+    pub bias: Option<ParamId>,
+    /// Rows per sample.
+    pub positions: usize,
+    pub width: usize,
+    pub outputs: usize,
 }
 
 /// A network under construction.
@@ -34,12 +74,13 @@ pub struct NetworkBuilder {
     /// Shape of one sample at this point.
     pub shape: Vec<usize>,
     pub features: Features,
+    loss_options: LossOptions,
     blocks: Vec<LayerBlock>,
     loss: Option<Box<dyn Loss>>,
 }
 
 impl NetworkBuilder {
-    pub fn new(features: &Features) -> Self {
+    pub fn new(features: &Features, loss: &LossOptions) -> Self {
         let shape = match &features.input {
             InputSpec::Floats { shape } => shape.clone(),
             InputSpec::Tabular { .. } => vec![features.input_len()],
@@ -49,6 +90,7 @@ impl NetworkBuilder {
             registry: ParamRegistry::default(),
             shape,
             features: features.clone(),
+            loss_options: loss.clone(),
             blocks: Vec::new(),
             loss: None,
         }
@@ -182,28 +224,60 @@ impl NetworkBuilder {
         let weight = self.registry.param(format!("{name}.weight"), [outputs, width], init);
         let bias = Some(self.registry.param(format!("{name}.bias"), [outputs], bias_init));
         let name = name.to_owned();
+        let head = HeadParams { weight, tied: false, bias, positions, width, outputs };
         match self.features.target {
-            TargetSpec::Values { .. } => self.set_loss(PointwiseLoss {
-                name,
-                kind: PointwiseLossFn::SquaredError,
-                weight,
-                bias,
-                positions,
-                width,
-                outputs,
-            }),
-            _ => self.set_loss(CrossEntropy {
-                name,
-                weight,
-                tied: false,
-                bias,
-                positions,
-                width,
-                classes: outputs,
-                smoothing: 0.0,
-                class_weights: None,
-            }),
+            TargetSpec::Values { .. } => self.set_value_loss(name, head),
+            _ => self.set_class_loss(name, head),
         }
+    }
+
+    /// The loss over values of a linear layer.
+    fn set_value_loss(&mut self, name: String, head: HeadParams) -> Result<(), ModelError> {
+        let options = &self.loss_options;
+        let kind = match options.kind {
+            LossKind::Auto | LossKind::Mse => PointwiseLossFn::SquaredError,
+            LossKind::Mae => PointwiseLossFn::AbsoluteError,
+            LossKind::Huber => PointwiseLossFn::Huber { delta: options.huber_delta },
+            LossKind::CrossEntropy => {
+                let got = describe_target(&self.features.target);
+                return Err(ModelError::Loss { loss: "cross_entropy", needs: "classes or tokens", got });
+            }
+        };
+        if options.label_smoothing > 0.0 || options.class_weights.is_some() {
+            let loss = if options.class_weights.is_some() { "class_weights" } else { "label_smoothing" };
+            let got = describe_target(&self.features.target);
+            return Err(ModelError::Loss { loss, needs: "classes", got });
+        }
+        let HeadParams { weight, bias, positions, width, outputs, .. } = head;
+        self.set_loss(PointwiseLoss { name, kind, weight, bias, positions, width, outputs });
+        Ok(())
+    }
+
+    /// The cross-entropy over the classes of a linear layer.
+    pub(super) fn set_class_loss(&mut self, name: String, head: HeadParams) -> Result<(), ModelError> {
+        let options = &self.loss_options;
+        let loss = match options.kind {
+            LossKind::Auto | LossKind::CrossEntropy => None,
+            LossKind::Mse => Some("mse"),
+            LossKind::Mae => Some("mae"),
+            LossKind::Huber => Some("huber"),
+        };
+        if let Some(loss) = loss {
+            let got = describe_target(&self.features.target);
+            return Err(ModelError::Loss { loss, needs: "values", got });
+        }
+        let HeadParams { weight, tied, bias, positions, width, outputs } = head;
+        self.set_loss(CrossEntropy {
+            name,
+            weight,
+            tied,
+            bias,
+            positions,
+            width,
+            classes: outputs,
+            smoothing: options.label_smoothing,
+            class_weights: options.class_weights.clone().map(Into::into),
+        });
         Ok(())
     }
 

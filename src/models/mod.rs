@@ -18,7 +18,7 @@ mod transformer;
 mod vision;
 mod vit;
 
-pub use builder::{ModelError, NetworkBuilder};
+pub use builder::{LossOptions, ModelError, NetworkBuilder};
 
 use crate::base::features::{Features, InputSpec};
 use crate::graph::network::Network;
@@ -31,9 +31,18 @@ pub struct BuiltModel {
     pub layout: ParamLayout,
 }
 
-/// Builds the network that a job declares, for samples of these features.
+/// Builds the network that a job declares, for samples of these features, with the loss that fits the target.
 pub fn build(model: &ModelConfig, features: &Features) -> Result<BuiltModel, ModelError> {
-    let mut builder = NetworkBuilder::new(features);
+    build_with_loss(model, features, &LossOptions::default())
+}
+
+/// As [`build`], with this loss.
+pub fn build_with_loss(
+    model: &ModelConfig,
+    features: &Features,
+    loss: &LossOptions,
+) -> Result<BuiltModel, ModelError> {
+    let mut builder = NetworkBuilder::new(features, loss);
     match (model.supports_embedding(), &features.input) {
         (false, InputSpec::Tabular { .. }) => {
             return Err(ModelError::Data {

@@ -1,13 +1,12 @@
 //! Building blocks shared by the transformer models.
 
-use super::builder::describe_target;
+use super::builder::{HeadParams, describe_target};
 use super::{ModelError, NetworkBuilder};
 use crate::base::features::{InputSpec, TargetSpec};
 use crate::graph::network::{Node, ResidualNode};
 use crate::kernels::Activation;
 use crate::kernels::attention::AttentionDims;
 use crate::kernels::linear::WeightLayout;
-use crate::layers::cross_entropy::CrossEntropy;
 use crate::layers::linear::{Linear, LinearOptions};
 use crate::params::{ParamId, ParamInit};
 
@@ -99,18 +98,8 @@ pub(super) fn lm_head(
     let (positions, width) = (b.shape[0], b.shape[1]);
     let own = |b: &mut NetworkBuilder| b.registry.param("lm_head.weight", [classes, width], WEIGHT_INIT);
     let weight = tied.unwrap_or_else(|| own(b));
-    b.set_loss(CrossEntropy {
-        name: "lm_head".into(),
-        weight,
-        tied: tied.is_some(),
-        bias: None,
-        positions,
-        width,
-        classes,
-        smoothing: 0.0,
-        class_weights: None,
-    });
-    Ok(())
+    let head = HeadParams { weight, tied: tied.is_some(), bias: None, positions, width, outputs: classes };
+    b.set_class_loss("lm_head".into(), head)
 }
 
 /// The logits of the data's classes, from one vector per sample; the bias starts at 0.
@@ -129,18 +118,8 @@ pub(super) fn classification_head(
     let width = b.shape.iter().product();
     let weight = b.registry.param(format!("{name}.weight"), [classes, width], init);
     let bias = b.registry.param(format!("{name}.bias"), [classes], ParamInit::Constant(0.0));
-    b.set_loss(CrossEntropy {
-        name: name.into(),
-        weight,
-        tied: false,
-        bias: Some(bias),
-        positions: 1,
-        width,
-        classes,
-        smoothing: 0.0,
-        class_weights: None,
-    });
-    Ok(())
+    let head = HeadParams { weight, tied: false, bias: Some(bias), positions: 1, width, outputs: classes };
+    b.set_class_loss(name.into(), head)
 }
 
 #[cfg(test)]

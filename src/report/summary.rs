@@ -23,7 +23,7 @@ impl Summary {
         };
         let reason = self.reason.as_ref().map(|reason| format!(" ({reason})")).unwrap_or_default();
         let steps = match self.state {
-            RunState::Finished => format_count(self.steps),
+            RunState::Finished if self.reason.is_none() => format_count(self.steps),
             _ => format!("{} of {}", format_count(self.steps), format_count(self.total_steps)),
         };
         let plural = if self.epochs == 1 { "" } else { "s" };

@@ -207,6 +207,9 @@ impl<W: Write + Send> Terminal<W> {
                 let advice = format!("       {advice}");
                 line(paint.yellow(&label("data")), text).into_iter().chain([advice]).collect()
             }
+            Event::StoppedEarly { step, reason } => {
+                line(paint.bold(&label("stop")), format!("step {}  {reason}", format_count(*step)))
+            }
             Event::Finished { .. } | Event::Interrupted { .. } => {
                 [String::new()].into_iter().chain(self.summary.lines(self.display)).collect()
             }

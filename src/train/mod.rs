@@ -4,6 +4,7 @@ pub mod autotune;
 pub mod checkpoint;
 pub mod data_wait;
 pub mod datasets;
+pub mod early_stop;
 pub mod engine;
 mod failure;
 pub mod fault_injection;

@@ -20,6 +20,7 @@ use candle_core::DType;
 
 use super::Failure;
 use super::checkpoint::{CheckpointState, Checkpoints, FORMAT};
+use super::early_stop::StopReason;
 use super::postmortem::PostMortem;
 use super::retry::Backoff;
 use super::run_dir::RunDir;
@@ -162,6 +163,9 @@ impl<'a> Run<'a> {
             Evaluation::warm_up(&mut self.ctx, &mut self.memory)?;
         }
         while !self.ctx.position.is_at_end() {
+            if let Some(reason) = self.stop_reason() {
+                return self.stop_early(reason);
+            }
             if let Some(signal) = options.signals.stop_requested() {
                 self.settle_pending_update()?;
                 return self.stop(signal);
@@ -186,6 +190,13 @@ impl<'a> Run<'a> {
             }
         }
         self.finish()
+    }
+
+    /// Why the run ends before its last update; `None` if it continues.
+    fn stop_reason(&self) -> Option<StopReason> {
+        let job = &self.ctx.setup.job;
+        let metric = job.stop.metric.unwrap_or(job.checkpoint.best);
+        self.evaluation.stop.reason(metric, &job.stop, self.clock.elapsed_s())
     }
 
     /// Adds what is due after the last update to the deferred work; returns whether there is any.
@@ -259,6 +270,7 @@ impl<'a> Run<'a> {
             plan,
             backoff: self.memory.backoff.clone(),
             best: self.evaluation.best,
+            stop: self.evaluation.stop,
             evaluation_due: self.evaluation.due,
             evaluation_deferred: self.deferred.evaluation,
             grad_scaler: self.grad_scaler,

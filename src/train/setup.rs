@@ -6,7 +6,7 @@ use candle_core::{DType, Device};
 
 use super::Failure;
 use super::datasets::Datasets;
-use crate::base::features::Features;
+use crate::base::features::{Features, TargetSpec};
 use crate::base::units::Bytes;
 use crate::base::{Backend, MicroBatchSpec};
 use crate::data::bad_records::BadRecordPolicy;
@@ -14,14 +14,17 @@ use crate::data::loader::LoaderOptions;
 use crate::data::order::Order;
 use crate::data::preprocessing::Preprocessing;
 use crate::data::transforms::LargeImages;
-use crate::data::{DatasetContext, loader, streaming};
+use crate::data::{Dataset, DatasetContext, loader, streaming};
 use crate::graph::network::Network;
-use crate::job::{Job, LoaderConfig, ModelConfig, OnBadRecord, OptimizerConfig, Precision, RunLength};
+use crate::job::{
+    ClassWeightsConfig, ClassWeightsRule, Job, LoaderConfig, ModelConfig, OnBadRecord, OptimizerConfig,
+    Precision, RunLength, TrainConfig,
+};
 use crate::kernels::matmul;
 use crate::memory::gpu::GpuDevice;
 use crate::memory::measure;
 use crate::memory::process::{ProcessMemory, ThreadStacks, WorkPhase};
-use crate::models::{BuiltModel, ModelError};
+use crate::models::{BuiltModel, LossOptions, ModelError};
 use crate::params::ParamLayout;
 use crate::planner::budget::{self, TargetMachine};
 
@@ -29,6 +32,8 @@ use crate::planner::budget::{self, TargetMachine};
 pub struct Setup {
     pub job: Job,
     pub datasets: Datasets,
+    /// What training minimizes.
+    pub loss: LossOptions,
     pub network: Network,
     /// The network fused for the other kind of device, once a plan needed it.
     pub(super) fused_elsewhere: OnceLock<Network>,
@@ -133,7 +138,7 @@ impl Setup {
 
     /// The job's network for samples of these features, fused for this backend.
     pub(super) fn network_on(&self, backend: Backend, features: &Features) -> Network {
-        match fused_network(&self.job.model, features, self.activation_dtype(backend), backend) {
+        match fused_network(&self.job.model, &self.loss, features, self.activation_dtype(backend), backend) {
             Ok(built) => built.network,
             Err(error) => unreachable!("this model was built before: {error}"),
         }
@@ -181,8 +186,9 @@ impl Setup {
         let threads = rayon::current_num_threads();
         let backend = Backend::Cpu { threads };
         let dtype = activation_dtype(job.train.precision, backend);
-        let built = fused_network(&job.model, datasets.train.features(), dtype, backend)?;
-        let bucket_networks = bucket_networks(&job.model, datasets.train.features(), dtype, backend)?;
+        let loss = loss_options(&job.train, datasets.train.as_ref())?;
+        let built = fused_network(&job.model, &loss, datasets.train.features(), dtype, backend)?;
+        let bucket_networks = bucket_networks(&job.model, &loss, datasets.train.features(), dtype, backend)?;
         let samples = job.train.samples_per_update() as u64;
         let shuffle = job.data.loader.shuffle;
         let order = Order::for_dataset(datasets.train.as_ref(), samples, job.seed, shuffle, shuffle_buffer)?;
@@ -202,6 +208,7 @@ impl Setup {
         let mut setup = Self {
             optimizer: job.optimizer.clone(),
             optimizer_is_fixed: false,
+            loss,
             preprocessing: Preprocessing::of(datasets.valid.as_ref(), template),
             tokenizer_bytes: datasets.train.tokenizer_json().map_or(0, |text| text.len() as u64),
             data_cache_bytes: 0,
@@ -306,15 +313,44 @@ pub(super) fn bad_record_policy(loading: &LoaderConfig) -> BadRecordPolicy {
     }
 }
 
+/// The loss that the job states, with weights for the classes of this training set.
+fn loss_options(train: &TrainConfig, dataset: &dyn Dataset) -> Result<LossOptions, ModelError> {
+    let names: &[String] = match &dataset.features().target {
+        TargetSpec::Class { names } | TargetSpec::MixedClass { names } => names,
+        TargetSpec::Values { .. } | TargetSpec::Tokens => &[],
+    };
+    let class_weights = match &train.class_weights {
+        None => None,
+        Some(ClassWeightsConfig::Named(ClassWeightsRule::Balanced)) => {
+            let counts = dataset.class_counts().or_else(|| dataset.table_schema()?.class_counts(names));
+            let counts = counts.ok_or(ModelError::NoClassCounts)?;
+            let all: u64 = counts.iter().sum();
+            // A class without samples has no weight to give.
+            let weight = |count: &u64| all as f64 / (counts.len() as f64 * (*count).max(1) as f64);
+            Some(counts.iter().map(|count| weight(count) as f32).collect())
+        }
+        Some(ClassWeightsConfig::Table(weights)) => {
+            if let Some(name) = weights.keys().find(|name| !names.contains(name)) {
+                let classes = names.join(", ");
+                return Err(ModelError::ClassWeight { name: name.clone(), classes });
+            }
+            Some(names.iter().map(|name| weights.get(name).copied().unwrap_or(1.0) as f32).collect())
+        }
+    };
+    let (kind, huber_delta, label_smoothing) = (train.loss, train.huber_delta, train.label_smoothing);
+    Ok(LossOptions { kind, huber_delta, label_smoothing, class_weights })
+}
+
 /// The networks for padded samples of the shorter buckets.
 pub fn bucket_networks(
     model: &ModelConfig,
+    loss: &LossOptions,
     features: &Features,
     dtype: DType,
     backend: Backend,
 ) -> Result<Vec<BucketNetwork>, ModelError> {
     let network = |features: Features| {
-        let network = fused_network(model, &features, dtype, backend)?.network;
+        let network = fused_network(model, loss, &features, dtype, backend)?.network;
         Ok(BucketNetwork { features, network })
     };
     features.shorter_buckets().map(network).collect()
@@ -323,11 +359,12 @@ pub fn bucket_networks(
 /// The network of a job's model for samples of these features, fused for this backend.
 pub fn fused_network(
     model: &ModelConfig,
+    loss: &LossOptions,
     features: &Features,
     dtype: DType,
     backend: Backend,
 ) -> Result<BuiltModel, ModelError> {
-    let BuiltModel { network, layout } = crate::models::build(model, features)?;
+    let BuiltModel { network, layout } = crate::models::build_with_loss(model, features, loss)?;
     let network = match backend.is_reference() {
         true => network.on_reference(),
         false => network.fuse(MicroBatchSpec { batch: 1, dtype, backend }),

@@ -66,6 +66,17 @@ impl TableSchema {
         Ok(Self { columns, statistics: self.statistics.clone() })
     }
 
+    /// Training rows of each of these classes, if they were counted.
+    pub fn class_counts(&self, names: &[String]) -> Option<Vec<u64>> {
+        let target = self.columns.iter().position(|column| column.target)?;
+        match &self.statistics.as_ref()?.columns[target] {
+            ColumnStatistics::Category(counts) => {
+                Some(names.iter().map(|name| counts.values.get(name).copied().unwrap_or(0)).collect())
+            }
+            ColumnStatistics::Number(_) => None,
+        }
+    }
+
     /// What turns the standardized values of the targets back into their own units, as (mean, standard deviation).
     pub fn target_scales(&self, settings: &TableSettings) -> Vec<(f64, f64)> {
         let scale = |(i, column): (usize, &Column)| {

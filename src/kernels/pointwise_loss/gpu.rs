@@ -29,6 +29,7 @@ pub(super) fn loss_and_grad(
         PointwiseLossFn::SquaredError => (0, 0.0),
         PointwiseLossFn::Huber { delta } => (1, delta),
         PointwiseLossFn::BceWithLogits => (2, 0.0),
+        PointwiseLossFn::AbsoluteError => (3, 0.0),
     };
     // SAFETY: there is a target per prediction, and a row of metrics per sample.
     check_status("pointwise_loss_and_grad", unsafe {

@@ -12,6 +12,7 @@ use crate::events::event::nullable;
 use crate::job::OptimizerKind;
 use crate::optim::grad_scaler::GradScaler;
 use crate::planner::ExecutionPlan;
+use crate::train::early_stop::StopProgress;
 use crate::train::retry::Backoff;
 
 /// Version of the checkpoint layout.
@@ -43,6 +44,9 @@ pub struct CheckpointState {
     pub backoff: Backoff,
     /// Best value of the job's `checkpoint.best` so far, and the step that reached it.
     pub best: Option<(f64, u64)>,
+    /// What decides whether the run stops early.
+    #[serde(default)]
+    pub stop: StopProgress,
     /// These weights were due for an evaluation whose result is not in this state yet: a resumed run evaluates first.
     pub evaluation_due: bool,
     /// An evaluation waits for the next update whose gradient does not overflow.

@@ -16,6 +16,7 @@ use crate::events::event::Event;
 use crate::job::Metric;
 use crate::layers::loss::MetricSums;
 use crate::train::Failure;
+use crate::train::early_stop::StopProgress;
 
 #[derive(Default)]
 pub(super) struct Evaluation {
@@ -25,6 +26,8 @@ pub(super) struct Evaluation {
     pub metrics: BTreeMap<String, f64>,
     /// Best value of the job's `checkpoint.best` so far, and the step that reached it.
     pub best: Option<(f64, u64)>,
+    /// What decides whether the run stops early.
+    pub stop: StopProgress,
 }
 
 impl Evaluation {
@@ -83,6 +86,9 @@ impl Evaluation {
             samples: setup.datasets.valid.len(),
             eval_s: begun.elapsed().as_secs_f64(),
         })?;
+        let watched = setup.job.stop.metric.unwrap_or(setup.job.checkpoint.best);
+        let value = self.metrics.get(watched.name()).copied().unwrap_or(f64::NAN);
+        self.stop.count(value, watched, &setup.job.stop);
         let rank = setup.job.checkpoint.best;
         let value = self.metrics.get(rank.name()).copied().unwrap_or(f64::NAN);
         let better = self.best.is_none_or(|(best, _)| rank.improves(value, best)) && !value.is_nan();

@@ -6,6 +6,7 @@ use crate::memory::device_heap::HeapStats;
 use crate::memory::measure;
 use crate::memory::process::WorkPhase;
 use crate::train::Failure;
+use crate::train::early_stop::StopReason;
 use crate::train::signals::Signal;
 
 impl Run<'_> {
@@ -19,6 +20,20 @@ impl Run<'_> {
         self.ctx.report_no_graph()?;
         self.ctx.record(Event::Interrupted { step, signal: signal.name().into(), checkpoint })?;
         Ok(RunOutcome::Stopped(signal))
+    }
+
+    /// Evaluates and writes the last weights, unless that was done, and ends the run.
+    pub(super) fn stop_early(&mut self, reason: StopReason) -> Result<RunOutcome, Failure> {
+        self.settle_pending_update()?;
+        let (step, job) = (self.ctx.position.step, &self.ctx.setup.job);
+        let metric = job.stop.metric.unwrap_or(job.checkpoint.best);
+        let reason = reason.describe(metric);
+        if self.checkpoints.last.as_ref().is_none_or(|(last, _)| *last != step) {
+            self.deferred.evaluation = self.ctx.options.observer.is_none();
+            self.do_deferred_work()?;
+        }
+        self.ctx.record(Event::StoppedEarly { step, reason })?;
+        self.finish()
     }
 
     pub(super) fn finish(&mut self) -> Result<RunOutcome, Failure> {

@@ -247,8 +247,12 @@ impl Run<'_> {
             self.clock.resume(state.elapsed_s, state.data_wait_s);
             self.grad_scaler = state.grad_scaler;
             self.skipped_records = SkippedRecordLog::resumed(state.skipped_records);
-            self.evaluation =
-                Evaluation { due: state.evaluation_due, metrics: state.metrics, best: state.best };
+            self.evaluation = Evaluation {
+                due: state.evaluation_due,
+                metrics: state.metrics,
+                best: state.best,
+                stop: state.stop,
+            };
             self.deferred.evaluation = state.evaluation_deferred;
             self.checkpoints.resume(state.step, path, state.best.map(|(_, step)| step));
         }
