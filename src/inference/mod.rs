@@ -4,6 +4,7 @@
 //! ([`session`]) and computes. Shares the network, the walk and the ledger with training.
 
 pub mod evaluate;
+pub mod export;
 pub mod predict;
 pub mod session;
 pub mod trained_model;

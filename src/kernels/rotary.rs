@@ -31,6 +31,11 @@ impl Rotary {
         Self { length, half: head / 2, theta, tables: OnceLock::new() }
     }
 
+    /// Base of the wavelengths.
+    pub fn theta(&self) -> f64 {
+        self.theta
+    }
+
     fn tables(&self) -> &CosSinTables {
         self.tables.get_or_init(|| {
             let half = self.half;

@@ -14,19 +14,19 @@ use crate::kernels::{Activation, ClampActivation, add};
 use crate::params::{ParamId, ParamInit, ParamRegistry, StatId};
 
 /// PyTorch's defaults.
-const EPS: f64 = 1e-5;
+pub(crate) const EPS: f64 = 1e-5;
 const MOMENTUM: f64 = 0.1;
 
 pub struct BatchNorm {
     name: String,
-    weight: ParamId,
-    bias: ParamId,
-    running_mean: StatId,
-    running_var: StatId,
+    pub(crate) weight: ParamId,
+    pub(crate) bias: ParamId,
+    pub(crate) running_mean: StatId,
+    pub(crate) running_var: StatId,
     /// (height, width, channels), or (channels).
-    shape: Vec<usize>,
+    pub(crate) shape: Vec<usize>,
     group_size: usize,
-    act: ClampActivation,
+    pub(crate) act: ClampActivation,
 }
 
 impl BatchNorm {

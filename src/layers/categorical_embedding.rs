@@ -11,10 +11,10 @@ use crate::params::{ParamId, ParamInit, ParamRegistry};
 pub struct CategoricalEmbedding {
     name: String,
     /// Numeric columns of a sample, which precede the categories.
-    num_numeric: usize,
-    tables: Vec<ParamId>,
+    pub(crate) num_numeric: usize,
+    pub(crate) tables: Vec<ParamId>,
     /// (rows, columns) of each table.
-    table_shapes: Vec<(usize, usize)>,
+    pub(crate) table_shapes: Vec<(usize, usize)>,
     /// Values per sample in the output.
     output_width: usize,
     num_parameters: usize,

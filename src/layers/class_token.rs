@@ -9,11 +9,11 @@ use crate::params::{ParamId, ParamInit, ParamRegistry};
 
 pub struct ClassToken {
     name: String,
-    class: ParamId,
-    positions: ParamId,
+    pub(crate) class: ParamId,
+    pub(crate) positions: ParamId,
     /// Input shape of one sample: (rows, columns, width), or (length, width).
     input_shape: Vec<usize>,
-    width: usize,
+    pub(crate) width: usize,
     /// Output positions per sample, the class token included.
     length: usize,
 }

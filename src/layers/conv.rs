@@ -12,10 +12,10 @@ use crate::params::{ParamId, ParamInit, ParamRegistry};
 
 pub struct Conv2d {
     name: String,
-    weight: ParamId,
-    bias: Option<ParamId>,
-    geometry: ConvGeometry,
-    act: Activation,
+    pub(crate) weight: ParamId,
+    pub(crate) bias: Option<ParamId>,
+    pub(crate) geometry: ConvGeometry,
+    pub(crate) act: Activation,
 }
 
 impl Conv2d {

@@ -11,8 +11,8 @@ use crate::params::{ParamId, ParamInit, ParamRegistry};
 pub struct Embedding {
     name: String,
     token_table: ParamId,
-    position_table: Option<ParamId>,
-    token_type_table: Option<ParamId>,
+    pub(crate) position_table: Option<ParamId>,
+    pub(crate) token_type_table: Option<ParamId>,
     /// Tokens per sample.
     length: usize,
     vocab: usize,

@@ -11,16 +11,16 @@ use crate::kernels::linear::WeightBiasGrads;
 use crate::params::{ParamId, ParamInit, ParamRegistry};
 
 /// PyTorch's default.
-const EPS: f64 = 1e-5;
+pub(crate) const EPS: f64 = 1e-5;
 
 pub struct GroupNorm {
     name: String,
-    weight: ParamId,
-    bias: ParamId,
+    pub(crate) weight: ParamId,
+    pub(crate) bias: ParamId,
     /// (height, width, channels), or (channels).
-    shape: Vec<usize>,
-    groups: usize,
-    act: ClampActivation,
+    pub(crate) shape: Vec<usize>,
+    pub(crate) groups: usize,
+    pub(crate) act: ClampActivation,
 }
 
 impl GroupNorm {

@@ -13,9 +13,9 @@ use crate::params::{ParamId, ParamInit, ParamRegistry};
 
 pub struct Linear {
     name: String,
-    weight: ParamId,
+    pub(crate) weight: ParamId,
     bias: Option<ParamId>,
-    weight_layout: WeightLayout,
+    pub(crate) weight_layout: WeightLayout,
     act: Activation,
     /// Shape of one sample without the last dimension: () for a vector, (T) for a sequence.
     leading_dims: Vec<usize>,

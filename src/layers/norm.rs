@@ -11,10 +11,10 @@ use crate::params::{ParamId, ParamInit, ParamRegistry};
 
 pub struct NormLayer {
     name: String,
-    weight: ParamId,
+    pub(crate) weight: ParamId,
     /// Only layer norm has a bias.
-    bias: Option<ParamId>,
-    eps: f64,
+    pub(crate) bias: Option<ParamId>,
+    pub(crate) eps: f64,
     /// Shape of one sample.
     shape: Vec<usize>,
     width: usize,

@@ -12,7 +12,7 @@ use crate::params::{ParamId, ParamInit, ParamRegistry};
 
 pub struct PackedLinear {
     name: String,
-    projections: Vec<(ParamId, Option<ParamId>)>,
+    pub(crate) projections: Vec<(ParamId, Option<ParamId>)>,
     /// Shape of one sample without the last dimension.
     leading_dims: Vec<usize>,
     inputs: usize,

@@ -16,9 +16,9 @@ pub struct SqueezeExcite {
     /// (height, width, channels)
     shape: [usize; 3],
     hidden: usize,
-    act: Activation,
-    fc1: [ParamId; 2],
-    fc2: [ParamId; 2],
+    pub(crate) act: Activation,
+    pub(crate) fc1: [ParamId; 2],
+    pub(crate) fc2: [ParamId; 2],
 }
 
 impl SqueezeExcite {

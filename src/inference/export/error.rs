@@ -1,0 +1,89 @@
+//! Why an export is refused or fails.
+
+use std::io;
+use std::path::{Path, PathBuf};
+
+use super::ExportFormat;
+use crate::models::ModelError;
+
+#[derive(Debug, thiserror::Error)]
+pub enum ExportError {
+    #[error("a `{kind}` model has no `{}` form", format.name())]
+    UnsupportedPair { kind: &'static str, format: ExportFormat },
+    #[error("`--quantize {quantization}` needs `--format gguf`, and the format is `{}`", format.name())]
+    QuantizationNeedsGguf { quantization: &'static str, format: ExportFormat },
+    #[error("`--dtype {dtype}` and `--quantize {quantization}` exclude each other")]
+    TwoTypes { dtype: &'static str, quantization: &'static str },
+    #[error("`{}` exists and is not empty", .0.display())]
+    FolderTaken(PathBuf),
+    #[error("the tokenizer has {problem}, and llama.cpp needs {needs}")]
+    Tokenizer { problem: String, needs: &'static str },
+    #[error("the tokenizer has {tokens} tokens, and the model has embeddings for {vocab}")]
+    VocabularySize { tokens: usize, vocab: usize },
+    #[error("`{tensor}` has the value {value}, which {dtype} cannot hold")]
+    Overflow { tensor: String, value: f32, dtype: &'static str },
+    #[error("layer `{layer}` has no ONNX form")]
+    UnsupportedLayer { layer: String },
+    #[error("`{}` cannot be read as weights: {reason}", path.display())]
+    Weights { path: PathBuf, reason: String },
+    #[error("`{}` is not what was written: {reason}", path.display())]
+    ReadBack { path: PathBuf, reason: String },
+    #[error("cannot {what} `{}`", path.display())]
+    Io {
+        what: &'static str,
+        path: PathBuf,
+        #[source]
+        source: io::Error,
+    },
+    #[error(transparent)]
+    Model(#[from] ModelError),
+    #[error("the conversion failed")]
+    Tensor(#[from] candle_core::Error),
+}
+
+impl ExportError {
+    /// For `map_err`: what was attempted on which path.
+    pub(super) fn io(what: &'static str, path: impl Into<PathBuf>) -> impl FnOnce(io::Error) -> Self {
+        let path = path.into();
+        move |source| Self::Io { what, path, source }
+    }
+
+    pub(super) fn read_back(path: &Path, reason: impl Into<String>) -> Self {
+        Self::ReadBack { path: path.to_owned(), reason: reason.into() }
+    }
+
+    /// Whether the command line asked for something that cannot be done.
+    pub fn is_usage(&self) -> bool {
+        matches!(
+            self,
+            Self::UnsupportedPair { .. }
+                | Self::QuantizationNeedsGguf { .. }
+                | Self::TwoTypes { .. }
+                | Self::FolderTaken(_)
+                | Self::Tokenizer { .. }
+                | Self::Overflow { .. }
+        )
+    }
+
+    /// What to do instead.
+    pub fn hint(&self) -> Option<String> {
+        match self {
+            Self::UnsupportedPair { kind, .. } => {
+                let formats: Vec<String> = ExportFormat::of_kind(kind)
+                    .map(|format| format!("`--format {}`", format.name()))
+                    .collect();
+                Some(format!("a `{kind}` model exports with {}", formats.join(", ")))
+            }
+            Self::QuantizationNeedsGguf { .. } => {
+                Some("`--dtype f16` or `--dtype bf16` halves the other formats".into())
+            }
+            Self::TwoTypes { .. } => Some("leave one of them out".into()),
+            Self::FolderTaken(_) => Some("choose another folder, or replace this one with `--force`".into()),
+            Self::Tokenizer { .. } => {
+                Some("`--format hf` exports any tokenizer, and `--format onnx` needs none".into())
+            }
+            Self::Overflow { .. } => Some("export with `--dtype bf16` or `--dtype f32`".into()),
+            _ => None,
+        }
+    }
+}

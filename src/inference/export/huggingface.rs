@@ -1,0 +1,241 @@
+//! Folders that transformers opens as they are (`gpt`, `llama`, `bert`, `vit`), and torchvision state dicts (`resnet`,
+//! `mobilenet`), each with a model card.
+
+mod card;
+
+use serde_json::{Map, Value, json};
+
+use super::description::classes;
+use super::error::ExportError;
+use super::folder::ExportFolder;
+use super::tokenizer::ExportedTokenizer;
+use super::weights::{TensorMapping, Transform, WeightDtype, all_specs};
+use super::{ExportSource, description, norm_eps};
+use crate::base::features::InputSpec;
+use crate::job::{BertConfig, GptConfig, LlamaConfig, ModelConfig, VitConfig};
+use crate::models::BuiltModel;
+use crate::params::{ParamLayout, TensorSpec};
+
+/// The tensors under the names that the other library has.
+pub(super) fn mappings(model: &ModelConfig, layout: &ParamLayout) -> Vec<TensorMapping> {
+    match model {
+        ModelConfig::Vit(_) => all_specs(layout).flat_map(vit_tensors).collect(),
+        _ => all_specs(layout).map(TensorMapping::copy).collect(),
+    }
+}
+
+/// transformers has one layer each for queries, keys and values; torchvision, whose names a `vit` has here, packs them.
+fn vit_tensors(spec: &TensorSpec) -> Vec<TensorMapping> {
+    let name = spec.name.as_str();
+    let one = |target: String| vec![TensorMapping::new(target, spec, Transform::Copy)];
+    let outside = [
+        ("class_token", "vit.embeddings.cls_token"),
+        ("encoder.pos_embedding", "vit.embeddings.position_embeddings"),
+        ("conv_proj.", "vit.embeddings.patch_embeddings.projection."),
+        ("encoder.ln.", "vit.layernorm."),
+        ("heads.head.", "classifier."),
+    ];
+    let in_layer = [
+        ("ln_1.", "layernorm_before."),
+        ("self_attention.out_proj.", "attention.output.dense."),
+        ("ln_2.", "layernorm_after."),
+        ("mlp.0.", "intermediate.dense."),
+        ("mlp.3.", "output.dense."),
+    ];
+    let replace = |name: &str, table: &[(&str, &str)]| {
+        table.iter().find_map(|(from, to)| name.strip_prefix(from).map(|rest| format!("{to}{rest}")))
+    };
+    let Some((layer, rest)) =
+        name.strip_prefix("encoder.layers.encoder_layer_").and_then(|rest| rest.split_once('.'))
+    else {
+        return one(replace(name, &outside).unwrap_or_else(|| name.to_owned()));
+    };
+    let layer = format!("vit.encoder.layer.{layer}");
+    match rest.strip_prefix("self_attention.in_proj_") {
+        Some(part) => {
+            let width = spec.shape[0] / 3;
+            ["query", "key", "value"]
+                .into_iter()
+                .enumerate()
+                .map(|(i, which)| {
+                    let target = format!("{layer}.attention.attention.{which}.{part}");
+                    TensorMapping::new(target, spec, Transform::Rows(i * width..(i + 1) * width))
+                })
+                .collect()
+        }
+        None => one(format!("{layer}.{}", replace(rest, &in_layer).unwrap_or_else(|| rest.to_owned()))),
+    }
+}
+
+/// Writes everything but the weights. Returns notes.
+pub(super) fn write_files(
+    source: &ExportSource,
+    built: &BuiltModel,
+    dtype: WeightDtype,
+    folder: &ExportFolder,
+) -> Result<Vec<String>, ExportError> {
+    let write_json = |name: &str, value: &Value| folder.write(name, format!("{value:#}\n").as_bytes());
+    let tokenizer = ExportedTokenizer::load(source)?;
+    let mut notes = Vec::new();
+    if let Some(config) = config(source, built, dtype, tokenizer.as_ref()) {
+        write_json("config.json", &config)?;
+    }
+    if matches!(source.model, ModelConfig::Gpt(_) | ModelConfig::Llama(_)) {
+        write_json("generation_config.json", &generation_config(source.model, tokenizer.as_ref()))?;
+    }
+    match &tokenizer {
+        Some(tokenizer) => {
+            write_json("tokenizer.json", &tokenizer.json)?;
+            write_json("tokenizer_config.json", &tokenizer_config(source, tokenizer))?;
+        }
+        None if matches!(source.features.input, InputSpec::Tokens { .. }) => {
+            notes.push("the run has no tokenizer: transformers takes and gives token ids".into());
+        }
+        None => {}
+    }
+    if let (ModelConfig::Vit(_), InputSpec::Floats { shape }) = (source.model, &source.features.input) {
+        write_json("preprocessor_config.json", &image_processor(source, shape))?;
+    }
+    folder.write(description::FILE, description::pretty(source).as_bytes())?;
+    folder.write("README.md", card::text(source, tokenizer.is_some()).as_bytes())?;
+    Ok(notes)
+}
+
+/// `config.json`; torchvision's models have none.
+fn config(
+    source: &ExportSource,
+    built: &BuiltModel,
+    dtype: WeightDtype,
+    tokenizer: Option<&ExportedTokenizer>,
+) -> Option<Value> {
+    let eps = norm_eps(built);
+    let (bos, eos) = special_ids(tokenizer);
+    let vocab = match source.features.input {
+        InputSpec::Tokens { vocab, .. } => vocab,
+        _ => 0,
+    };
+    let mut config = match source.model {
+        ModelConfig::Gpt(GptConfig { layers, heads, width, context, dropout, tie }) => json!({
+            "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "vocab_size": vocab,
+            "n_positions": context, "n_ctx": context, "n_embd": width, "n_layer": layers, "n_head": heads,
+            "n_inner": 4 * width, "activation_function": "gelu_new", "layer_norm_epsilon": eps,
+            "embd_pdrop": dropout, "attn_pdrop": dropout, "resid_pdrop": dropout,
+            "scale_attn_weights": true, "tie_word_embeddings": tie,
+            "bos_token_id": bos.or(eos), "eos_token_id": eos,
+        }),
+        ModelConfig::Llama(LlamaConfig {
+            layers,
+            heads,
+            kv_heads,
+            width,
+            hidden,
+            context,
+            rope_theta,
+            tie,
+        }) => json!({
+            "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": vocab,
+            "hidden_size": width, "intermediate_size": hidden, "num_hidden_layers": layers,
+            "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": width / heads,
+            "max_position_embeddings": context, "hidden_act": "silu", "rms_norm_eps": eps,
+            "rope_theta": rope_theta, "rope_scaling": null, "attention_bias": false, "mlp_bias": false,
+            "attention_dropout": 0.0, "tie_word_embeddings": tie, "bos_token_id": bos, "eos_token_id": eos,
+            "pad_token_id": null,
+        }),
+        ModelConfig::Bert(BertConfig { layers, heads, width, hidden, context, dropout }) => json!({
+            "architectures": ["BertForSequenceClassification"], "model_type": "bert", "vocab_size": vocab,
+            "hidden_size": width, "intermediate_size": hidden, "num_hidden_layers": layers,
+            "num_attention_heads": heads, "max_position_embeddings": context, "type_vocab_size": 2,
+            "hidden_act": "gelu", "layer_norm_eps": eps, "hidden_dropout_prob": dropout,
+            "attention_probs_dropout_prob": dropout, "position_embedding_type": "absolute",
+            "problem_type": "single_label_classification", "pad_token_id": pad_id(tokenizer),
+        }),
+        ModelConfig::Vit(VitConfig { patch, layers, heads, width, ratio, dropout }) => {
+            let InputSpec::Floats { shape } = &source.features.input else { return None };
+            let &[height, image_width, channels] = shape.as_slice() else { return None };
+            let size = if height == image_width { json!(height) } else { json!([height, image_width]) };
+            json!({
+                "architectures": ["ViTForImageClassification"], "model_type": "vit", "image_size": size,
+                "patch_size": patch, "num_channels": channels, "hidden_size": width,
+                "intermediate_size": ratio * width, "num_hidden_layers": layers,
+                "num_attention_heads": heads, "hidden_act": "gelu", "layer_norm_eps": eps,
+                "hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout, "qkv_bias": true,
+            })
+        }
+        _ => return None,
+    };
+    if let Some(names) = classes(source) {
+        let by_id: Map<String, Value> =
+            names.iter().enumerate().map(|(id, name)| (id.to_string(), json!(name))).collect();
+        let by_name: Map<String, Value> =
+            names.iter().enumerate().map(|(id, name)| (name.clone(), json!(id))).collect();
+        config["id2label"] = by_id.into();
+        config["label2id"] = by_name.into();
+    }
+    config["torch_dtype"] = torch_dtype(dtype).into();
+    Some(config)
+}
+
+fn torch_dtype(dtype: WeightDtype) -> &'static str {
+    match dtype {
+        WeightDtype::F32 => "float32",
+        WeightDtype::F16 => "float16",
+        WeightDtype::Bf16 => "bfloat16",
+    }
+}
+
+fn special_ids(tokenizer: Option<&ExportedTokenizer>) -> (Option<u32>, Option<u32>) {
+    let id = |token: &Option<(String, u32)>| token.as_ref().map(|(_, id)| *id);
+    tokenizer.map_or((None, None), |tokenizer| (id(&tokenizer.bos), id(&tokenizer.eos)))
+}
+
+/// The id of the first added token called like a padding token.
+fn pad_token(tokenizer: &ExportedTokenizer) -> Option<(&str, u64)> {
+    let added = tokenizer.json["added_tokens"].as_array()?;
+    added.iter().find_map(|token| {
+        let text = token["content"].as_str()?;
+        ["[PAD]", "<pad>", "<|pad|>"].contains(&text).then_some((text, token["id"].as_u64()?))
+    })
+}
+
+fn pad_id(tokenizer: Option<&ExportedTokenizer>) -> Option<u64> {
+    tokenizer.and_then(pad_token).map(|(_, id)| id)
+}
+
+fn generation_config(model: &ModelConfig, tokenizer: Option<&ExportedTokenizer>) -> Value {
+    let (bos, eos) = special_ids(tokenizer);
+    json!({ "bos_token_id": bos.or(eos), "eos_token_id": eos, "max_length": model.context() })
+}
+
+fn tokenizer_config(source: &ExportSource, tokenizer: &ExportedTokenizer) -> Value {
+    let text = |token: &Option<(String, u32)>| token.as_ref().map(|(text, _)| text.clone());
+    let mut config = json!({
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": source.model.context(),
+        "bos_token": text(&tokenizer.bos),
+        "eos_token": text(&tokenizer.eos),
+        "clean_up_tokenization_spaces": false,
+    });
+    if let Some((pad, _)) = pad_token(tokenizer) {
+        config["pad_token"] = pad.into();
+    }
+    if let Some(template) = source.chat_template {
+        config["chat_template"] = template.into();
+    }
+    config
+}
+
+/// `preprocessor_config.json`: resize, scale to 0 to 1, normalize.
+fn image_processor(source: &ExportSource, shape: &[usize]) -> Value {
+    let (height, width) = (shape.first().copied().unwrap_or(1), shape.get(1).copied().unwrap_or(1));
+    let channels = shape.last().copied().unwrap_or(1);
+    let (mean, std) = match &source.normalization {
+        Some(normalization) => (normalization.mean.clone(), normalization.std.clone()),
+        None => (vec![0.0; channels], vec![1.0; channels]),
+    };
+    json!({
+        "image_processor_type": "ViTImageProcessor",
+        "do_resize": true, "size": { "height": height, "width": width }, "resample": 2,
+        "do_rescale": true, "rescale_factor": 1.0 / 255.0,
+        "do_normalize": source.normalization.is_some(), "image_mean": mean, "image_std": std,
+    })
+}

@@ -1,0 +1,210 @@
+//! ONNX graphs, for ONNX Runtime and others: opset 17, a dynamic batch, and a dynamic sequence for language models.
+//!
+//! The graph is generated from the layers of the network that training builds, so that every kind of model has one.
+//! Weights may be stored in f16 or bf16; the graph converts them and computes in f32. Images are (batch, channels,
+//! height, width), as users of ONNX expect, although the network here has channels last. Metadata documents how a raw
+//! input becomes the graph's input.
+
+mod attention;
+mod file;
+mod graph;
+mod layers;
+mod proto;
+
+use serde_json::{Value, json};
+
+pub(super) use self::file::Reader;
+
+use self::file::ModelHead;
+use self::graph::GraphBuilder;
+use self::layers::NetworkExport;
+use self::proto::{Dim, Entry, FLOAT, Graph, INT64, Model, OperatorSet, ValueInfo};
+use super::error::ExportError;
+use super::folder::ExportFolder;
+use super::weights::{TensorMapping, WeightDtype};
+use super::{ExportProgress, ExportSource, description};
+use crate::base::features::{InputSpec, TargetSpec};
+use crate::job::ModelConfig;
+use crate::models::BuiltModel;
+
+const OPSET: i64 = 17;
+/// The version of the file format that came with the opset.
+const IR_VERSION: i64 = 8;
+
+/// Names of the graph's inputs and outputs.
+const TOKENS: &str = "input_ids";
+const MASK: &str = "attention_mask";
+const PIXELS: &str = "pixel_values";
+const FEATURES: &str = "features";
+const LOGITS: &str = "logits";
+const VALUES: &str = "values";
+
+const BATCH: Dim = Dim::Dynamic("batch");
+const SEQUENCE: Dim = Dim::Dynamic("sequence");
+
+/// Writes `model.onnx`. Returns notes.
+pub(super) fn write(
+    source: &ExportSource,
+    built: &BuiltModel,
+    dtype: WeightDtype,
+    folder: &ExportFolder,
+    progress: &mut dyn ExportProgress,
+) -> Result<Vec<String>, ExportError> {
+    let (head, weights) = head(source, built, dtype)?;
+    file::write(head, &weights, source.weights, dtype, file::MAX_MESSAGE_BYTES, folder, progress)?;
+    Ok(Vec::new())
+}
+
+/// The weights in the order of the file.
+pub(super) fn mappings(source: &ExportSource, built: &BuiltModel) -> Result<Vec<TensorMapping>, ExportError> {
+    Ok(head(source, built, WeightDtype::F32)?.1)
+}
+
+/// The file without its weights, and the weights.
+fn head(
+    source: &ExportSource,
+    built: &BuiltModel,
+    dtype: WeightDtype,
+) -> Result<(ModelHead, Vec<TensorMapping>), ExportError> {
+    let inputs = inputs(source);
+    let outputs = outputs(source);
+    let mut export = NetworkExport::new(
+        GraphBuilder::new(dtype),
+        &built.layout,
+        source.model,
+        source.features,
+        &inputs[0].name,
+    );
+    if inputs.iter().any(|input| input.name == MASK) {
+        export.set_padding_mask(MASK);
+    }
+    let logits = export.network(&built.network)?;
+    let mut graph = export.into_graph();
+    graph.begin_layer("output");
+    let last = graph.node("Identity", &[&logits]);
+    // The last node gives the output its name.
+    if let Some(node) = graph.nodes.iter_mut().rev().find(|node| node.output[0] == last) {
+        node.output[0] = outputs.name.clone();
+    }
+    let metadata = metadata(source, &inputs, &outputs.name)
+        .into_iter()
+        .map(|(key, value)| Entry { key: key.into(), value: text(value) })
+        .collect();
+    let model = Model {
+        ir_version: IR_VERSION,
+        producer_name: "trainer".into(),
+        producer_version: env!("CARGO_PKG_VERSION").into(),
+        graph: None,
+        opset_import: vec![OperatorSet { domain: String::new(), version: OPSET }],
+        metadata_props: metadata,
+    };
+    let (nodes, constants, weights) = (graph.nodes, graph.constants, graph.weights);
+    let graph = Graph {
+        node: nodes,
+        name: source.name.into(),
+        initializer: constants,
+        input: inputs,
+        output: vec![outputs],
+    };
+    Ok((ModelHead { model, graph }, weights))
+}
+
+/// The input that the network takes comes first.
+fn inputs(source: &ExportSource) -> Vec<ValueInfo> {
+    match &source.features.input {
+        InputSpec::Tokens { .. } => {
+            let tokens = ValueInfo::new(TOKENS, INT64, &[BATCH, SEQUENCE]);
+            match source.model {
+                // A causal model needs none: padding comes after the tokens, which do not attend to it.
+                ModelConfig::Bert(_) => vec![tokens, ValueInfo::new(MASK, INT64, &[BATCH, SEQUENCE])],
+                _ => vec![tokens],
+            }
+        }
+        InputSpec::Tabular { .. } => {
+            vec![ValueInfo::new(FEATURES, FLOAT, &[BATCH, Dim::Fixed(source.features.input_len())])]
+        }
+        InputSpec::Floats { shape } => match shape.as_slice() {
+            &[height, width, channels] => {
+                let dims = [BATCH, Dim::Fixed(channels), Dim::Fixed(height), Dim::Fixed(width)];
+                vec![ValueInfo::new(PIXELS, FLOAT, &dims)]
+            }
+            shape => {
+                let dims: Vec<Dim> = shape.iter().map(|dim| Dim::Fixed(*dim)).collect();
+                vec![ValueInfo::new(FEATURES, FLOAT, &[&[BATCH], dims.as_slice()].concat())]
+            }
+        },
+    }
+}
+
+fn outputs(source: &ExportSource) -> ValueInfo {
+    let vocab = match source.features.input {
+        InputSpec::Tokens { vocab, .. } => vocab,
+        _ => 0,
+    };
+    match &source.features.target {
+        TargetSpec::Class { names } | TargetSpec::MixedClass { names } => {
+            ValueInfo::new(LOGITS, FLOAT, &[BATCH, Dim::Fixed(names.len())])
+        }
+        TargetSpec::Values { len } => ValueInfo::new(VALUES, FLOAT, &[BATCH, Dim::Fixed(*len)]),
+        TargetSpec::Tokens => ValueInfo::new(LOGITS, FLOAT, &[BATCH, SEQUENCE, Dim::Fixed(vocab)]),
+    }
+}
+
+/// What a user of the graph needs to know.
+fn metadata(source: &ExportSource, inputs: &[ValueInfo], output: &str) -> Vec<(&'static str, Value)> {
+    let layout = match inputs[0].name.as_str() {
+        PIXELS => "float32 (batch, channels, height, width), scaled and normalized as `normalization` says",
+        TOKENS => {
+            "int64 (batch, sequence); attention_mask, where there is one, is 1 for tokens and 0 for padding"
+        }
+        _ => "float32 (batch, columns), standardized and encoded as `preprocessing` says",
+    };
+    let description = description::of(source);
+    let mut entries = vec![
+        ("description", json!(format!("{} model, {} updates", source.model.kind(), source.step))),
+        ("inputs", json!(layout)),
+        ("output", json!(output)),
+        ("input", description["input"].clone()),
+        ("normalization", description["normalization"].clone()),
+        ("preprocessing", source.preprocessing.clone()),
+        ("job", source.job.clone()),
+    ];
+    entries.extend(description::classes(source).map(|names| ("classes", json!(names))));
+    entries.extend(source.model.context().map(|context| ("context", json!(context))));
+    entries.extend(source.chat_template.map(|template| ("chat_template", json!(template))));
+    entries.retain(|(_, value)| !value.is_null());
+    entries
+}
+
+/// Text as it is, and everything else as JSON.
+fn text(value: Value) -> String {
+    match value {
+        Value::String(text) => text,
+        other => other.to_string(),
+    }
+}
+
+/// A parsed file, for tests.
+#[cfg(test)]
+pub(super) struct ParsedGraph {
+    pub inputs: Vec<String>,
+    pub outputs: Vec<String>,
+    pub initializers: Vec<String>,
+    /// Inputs and outputs of each node.
+    pub nodes: Vec<(Vec<String>, Vec<String>)>,
+}
+
+#[cfg(test)]
+pub(super) fn parse(file: &[u8]) -> ParsedGraph {
+    let model = <Model as prost::Message>::decode(file).unwrap();
+    assert_eq!((model.ir_version, model.opset_import[0].version), (IR_VERSION, OPSET));
+    assert!(model.metadata_props.iter().any(|entry| entry.key == "preprocessing"));
+    let graph = model.graph.unwrap();
+    let names = |infos: Vec<ValueInfo>| infos.into_iter().map(|info| info.name).collect();
+    ParsedGraph {
+        inputs: names(graph.input),
+        outputs: names(graph.output),
+        initializers: graph.initializer.into_iter().map(|tensor| tensor.name).collect(),
+        nodes: graph.node.into_iter().map(|node| (node.input, node.output)).collect(),
+    }
+}

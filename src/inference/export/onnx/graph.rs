@@ -1,0 +1,201 @@
+//! A graph under construction: nodes, constants, and the weights to be written as initializers.
+
+use super::super::weights::{TensorMapping, Transform, WeightDtype};
+use super::proto::{Attribute, FLOAT, INT64, Node, Tensor};
+use crate::kernels::Activation;
+use crate::params::TensorSpec;
+
+/// Nodes are named after the layer that they belong to.
+pub(super) struct GraphBuilder {
+    pub nodes: Vec<Node>,
+    pub constants: Vec<Tensor>,
+    /// Initializers that are read from the checkpoint.
+    pub weights: Vec<TensorMapping>,
+    dtype: WeightDtype,
+    layer: String,
+    /// Nodes of the current layer so far.
+    count: usize,
+}
+
+impl GraphBuilder {
+    pub(super) fn new(dtype: WeightDtype) -> Self {
+        Self {
+            nodes: Vec::new(),
+            constants: Vec::new(),
+            weights: Vec::new(),
+            dtype,
+            layer: String::new(),
+            count: 0,
+        }
+    }
+
+    /// The nodes that follow belong to this layer.
+    pub(super) fn begin_layer(&mut self, name: &str) {
+        if self.layer != name {
+            self.layer = name.to_owned();
+            // A layer that is named twice, as an attention and its packed projection are, continues its numbers.
+            let prefix = format!("{name}/");
+            self.count = self.nodes.iter().filter(|node| node.name.starts_with(&prefix)).count();
+        }
+    }
+
+    /// Adds a node and returns the names of its outputs.
+    pub(super) fn node_with_outputs(
+        &mut self,
+        op: &str,
+        inputs: &[&str],
+        outputs: usize,
+        attributes: Vec<Attribute>,
+    ) -> Vec<String> {
+        let name = format!("{}/{op}_{}", self.layer, self.count);
+        self.count += 1;
+        let output: Vec<String> = match outputs {
+            1 => vec![name.clone()],
+            _ => (0..outputs).map(|i| format!("{name}:{i}")).collect(),
+        };
+        self.nodes.push(Node {
+            input: inputs.iter().map(|input| (*input).to_owned()).collect(),
+            output: output.clone(),
+            name,
+            op_type: op.into(),
+            attribute: attributes,
+        });
+        output
+    }
+
+    /// Adds a node with one output and returns its name.
+    pub(super) fn node_with(&mut self, op: &str, inputs: &[&str], attributes: Vec<Attribute>) -> String {
+        self.node_with_outputs(op, inputs, 1, attributes).swap_remove(0)
+    }
+
+    pub(super) fn node(&mut self, op: &str, inputs: &[&str]) -> String {
+        self.node_with(op, inputs, Vec::new())
+    }
+
+    /// A parameter or running statistic in f32, converted from the type it is stored in.
+    pub(super) fn weight(&mut self, spec: &TensorSpec, transform: Transform) -> String {
+        let cast = |name: &str| format!("{name}/f32");
+        let known = self.weights.iter().any(|known| known.target == spec.name);
+        if !known {
+            self.weights.push(TensorMapping::new(spec.name.clone(), spec, transform));
+        }
+        if self.dtype == WeightDtype::F32 {
+            return spec.name.clone();
+        }
+        let output = cast(&spec.name);
+        if !known {
+            self.nodes.push(Node {
+                input: vec![spec.name.clone()],
+                output: vec![output.clone()],
+                name: output.clone(),
+                op_type: "Cast".into(),
+                attribute: vec![Attribute::int("to", FLOAT.into())],
+            });
+        }
+        output
+    }
+
+    fn constant(&mut self, dims: &[usize], data_type: i32, raw_data: Vec<u8>) -> String {
+        let dims: Vec<i64> = dims.iter().map(|dim| *dim as i64).collect();
+        let same = |known: &&Tensor| {
+            known.dims == dims && known.data_type == data_type && known.raw_data.as_ref() == Some(&raw_data)
+        };
+        if let Some(known) = self.constants.iter().find(same) {
+            return known.name.clone();
+        }
+        let name = format!("constant_{}", self.constants.len());
+        let raw_data = Some(raw_data);
+        self.constants.push(Tensor { dims, data_type, name: name.clone(), raw_data, ..Tensor::default() });
+        name
+    }
+
+    /// A constant vector of integers.
+    pub(super) fn ints(&mut self, values: &[i64]) -> String {
+        self.constant(&[values.len()], INT64, values.iter().flat_map(|v| v.to_le_bytes()).collect())
+    }
+
+    /// A constant integer without dimensions.
+    pub(super) fn int(&mut self, value: i64) -> String {
+        self.constant(&[], INT64, value.to_le_bytes().into())
+    }
+
+    pub(super) fn floats(&mut self, dims: &[usize], values: &[f32]) -> String {
+        self.constant(dims, FLOAT, values.iter().flat_map(|v| v.to_le_bytes()).collect())
+    }
+
+    pub(super) fn float(&mut self, value: f32) -> String {
+        self.floats(&[], &[value])
+    }
+
+    pub(super) fn reshape(&mut self, x: &str, shape: &[i64]) -> String {
+        let shape = self.ints(shape);
+        self.node("Reshape", &[x, &shape])
+    }
+
+    pub(super) fn transpose(&mut self, x: &str, permutation: &[i64]) -> String {
+        self.node_with("Transpose", &[x], vec![Attribute::ints("perm", permutation)])
+    }
+
+    pub(super) fn concat(&mut self, parts: &[&str], axis: i64) -> String {
+        self.node_with("Concat", parts, vec![Attribute::int("axis", axis)])
+    }
+
+    /// The dimension `axis` of a value, as a vector of one integer.
+    pub(super) fn dim(&mut self, x: &str, axis: i64) -> String {
+        self.node_with("Shape", &[x], vec![Attribute::int("start", axis), Attribute::int("end", axis + 1)])
+    }
+
+    /// The first `end` rows of a table; `end` is a vector of one integer.
+    pub(super) fn first_rows(&mut self, table: &str, end: &str) -> String {
+        let start = self.ints(&[0]);
+        self.node("Slice", &[table, &start, end, &start])
+    }
+
+    /// Splits the last dimension.
+    pub(super) fn split_last(&mut self, x: &str, widths: &[usize]) -> Vec<String> {
+        let widths: Vec<i64> = widths.iter().map(|width| *width as i64).collect();
+        let sizes = self.ints(&widths);
+        self.node_with_outputs("Split", &[x, &sizes], widths.len(), vec![Attribute::int("axis", -1)])
+    }
+
+    pub(super) fn activation(&mut self, x: String, act: Activation) -> String {
+        match act {
+            Activation::Identity => x,
+            Activation::Relu => self.node("Relu", &[&x]),
+            Activation::Relu6 => {
+                let (low, high) = (self.float(0.0), self.float(6.0));
+                self.node("Clip", &[&x, &low, &high])
+            }
+            Activation::Sigmoid => self.node("Sigmoid", &[&x]),
+            Activation::Tanh => self.node("Tanh", &[&x]),
+            Activation::Silu => {
+                let gate = self.node("Sigmoid", &[&x]);
+                self.node("Mul", &[&x, &gate])
+            }
+            // x (1 + erf(x / sqrt(2))) / 2
+            Activation::Gelu => {
+                let (root, one, half) =
+                    (self.float(std::f32::consts::SQRT_2), self.float(1.0), self.float(0.5));
+                let scaled = self.node("Div", &[&x, &root]);
+                let erf = self.node("Erf", &[&scaled]);
+                let sum = self.node("Add", &[&erf, &one]);
+                let product = self.node("Mul", &[&x, &sum]);
+                self.node("Mul", &[&product, &half])
+            }
+            // x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2
+            Activation::GeluTanh => {
+                let scale = self.float((2.0 / std::f64::consts::PI).sqrt() as f32);
+                let (cubic, one, half) = (self.float(0.044_715), self.float(1.0), self.float(0.5));
+                let square = self.node("Mul", &[&x, &x]);
+                let cube = self.node("Mul", &[&square, &x]);
+                let cube = self.node("Mul", &[&cube, &cubic]);
+                let inner = self.node("Add", &[&x, &cube]);
+                let inner = self.node("Mul", &[&inner, &scale]);
+                let tanh = self.node("Tanh", &[&inner]);
+                let sum = self.node("Add", &[&tanh, &one]);
+                let product = self.node("Mul", &[&x, &sum]);
+                self.node("Mul", &[&product, &half])
+            }
+        }
+    }
+}

@@ -1,0 +1,332 @@
+//! The weights of a checkpoint, read one tensor at a time, and what becomes of each in an exported file.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::{Read, Seek, SeekFrom};
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+
+use half::{bf16, f16};
+use safetensors::Dtype;
+use safetensors::tensor::TensorInfo;
+
+use super::error::ExportError;
+use crate::base::regular_file;
+use crate::params::{ParamLayout, TensorSpec};
+
+/// Largest header of a safetensors file: the limit of the reference implementation.
+const MAX_HEADER_BYTES: u64 = 100_000_000;
+
+/// A safetensors file whose tensors are read by position, so that one of them is in memory at a time.
+pub(super) struct TensorFile {
+    path: PathBuf,
+    file: File,
+    /// Offset of the first tensor.
+    data_start: u64,
+    tensors: BTreeMap<String, TensorInfo>,
+}
+
+impl TensorFile {
+    pub(super) fn open(path: &Path) -> Result<Self, ExportError> {
+        let wrong = |reason: String| ExportError::Weights { path: path.to_owned(), reason };
+        let mut file = regular_file::open(path).map_err(ExportError::io("open", path))?;
+        let length = file.metadata().map_err(ExportError::io("read", path))?.len();
+        let mut size = [0; 8];
+        file.read_exact(&mut size).map_err(ExportError::io("read", path))?;
+        let header_bytes = u64::from_le_bytes(size);
+        if header_bytes > MAX_HEADER_BYTES || header_bytes > length {
+            return Err(wrong(format!("its header claims {header_bytes} bytes")));
+        }
+        let mut header = vec![0; header_bytes as usize];
+        file.read_exact(&mut header).map_err(ExportError::io("read", path))?;
+        let mut header: serde_json::Map<String, serde_json::Value> =
+            serde_json::from_slice(&header).map_err(|error| wrong(error.to_string()))?;
+        header.remove("__metadata__");
+        let data_start = 8 + header_bytes;
+        let mut tensors = BTreeMap::new();
+        for (name, value) in header {
+            let info: TensorInfo = serde_json::from_value(value).map_err(|error| wrong(error.to_string()))?;
+            let (start, end) = info.data_offsets;
+            let bytes = info.shape.iter().product::<usize>() * info.dtype.bitsize() / 8;
+            if end < start || end - start != bytes || end as u64 > length - data_start {
+                return Err(wrong(format!("`{name}` is truncated")));
+            }
+            tensors.insert(name, info);
+        }
+        Ok(Self { path: path.to_owned(), file, data_start, tensors })
+    }
+
+    /// The values of a tensor of any float type, after a check of its shape.
+    pub(super) fn read(&mut self, name: &str, shape: &[usize]) -> Result<Vec<f32>, ExportError> {
+        let wrong = |path: &Path, reason| ExportError::Weights { path: path.to_owned(), reason };
+        let Some(info) = self.tensors.get(name) else {
+            return Err(wrong(&self.path, format!("it has no `{name}`")));
+        };
+        if info.shape != shape {
+            return Err(wrong(
+                &self.path,
+                format!("`{name}` has shape {:?} there and {shape:?} in the model", info.shape),
+            ));
+        }
+        let dtype = match info.dtype {
+            Dtype::F32 => WeightDtype::F32,
+            Dtype::F16 => WeightDtype::F16,
+            Dtype::BF16 => WeightDtype::Bf16,
+            other => return Err(wrong(&self.path, format!("`{name}` is {other:?}, not a float type"))),
+        };
+        let (start, end) = info.data_offsets;
+        let mut bytes = vec![0; end - start];
+        self.file
+            .seek(SeekFrom::Start(self.data_start + start as u64))
+            .and_then(|_| self.file.read_exact(&mut bytes))
+            .map_err(ExportError::io("read", &self.path))?;
+        Ok(dtype.decode(&bytes))
+    }
+}
+
+/// The float type that weights are stored in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum WeightDtype {
+    F32,
+    F16,
+    Bf16,
+}
+
+impl WeightDtype {
+    pub const ALL: [Self; 3] = [Self::F32, Self::F16, Self::Bf16];
+
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::F32 => "f32",
+            Self::F16 => "f16",
+            Self::Bf16 => "bf16",
+        }
+    }
+
+    pub(super) fn bytes(self) -> usize {
+        if self == Self::F32 { 4 } else { 2 }
+    }
+
+    /// Little-endian bytes of the values. Refuses a finite value that f16 would turn into an infinity.
+    pub(super) fn encode(self, tensor: &str, values: &[f32]) -> Result<Vec<u8>, ExportError> {
+        match self {
+            Self::F32 => Ok(values.iter().flat_map(|v| v.to_le_bytes()).collect()),
+            Self::Bf16 => Ok(values.iter().flat_map(|v| bf16::from_f32(*v).to_le_bytes()).collect()),
+            Self::F16 => {
+                check_f16(tensor, values)?;
+                Ok(values.iter().flat_map(|v| f16::from_f32(*v).to_le_bytes()).collect())
+            }
+        }
+    }
+
+    pub(super) fn decode(self, bytes: &[u8]) -> Vec<f32> {
+        match self {
+            Self::F32 => bytes.as_chunks().0.iter().map(|b| f32::from_le_bytes(*b)).collect(),
+            Self::F16 => bytes.as_chunks().0.iter().map(|b| f16::from_le_bytes(*b).to_f32()).collect(),
+            Self::Bf16 => bytes.as_chunks().0.iter().map(|b| bf16::from_le_bytes(*b).to_f32()).collect(),
+        }
+    }
+}
+
+/// Refuses a finite value that f16 would turn into an infinity.
+pub(super) fn check_f16(tensor: &str, values: &[f32]) -> Result<(), ExportError> {
+    match values.iter().find(|v| v.is_finite() && !f16::from_f32(**v).is_finite()) {
+        None => Ok(()),
+        Some(&value) => Err(ExportError::Overflow { tensor: tensor.to_owned(), value, dtype: "f16" }),
+    }
+}
+
+/// What an export does to a parameter's values.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Transform {
+    Copy,
+    /// Swaps the two dimensions.
+    Transpose,
+    /// Takes these rows of the first dimension.
+    Rows(Range<usize>),
+    /// Moves the two halves of each head's rows next to each other: value `i` and value `i + head / 2`, which rotary
+    /// embeddings rotate together here, are neighbours in llama.cpp.
+    InterleaveHalves {
+        heads: usize,
+    },
+}
+
+/// A tensor of an exported file, and the parameter it comes from.
+#[derive(Clone, Debug)]
+pub(super) struct TensorMapping {
+    pub target: String,
+    /// Shape in the exported file.
+    pub shape: Vec<usize>,
+    pub param: String,
+    pub param_shape: Vec<usize>,
+    pub transform: Transform,
+}
+
+impl TensorMapping {
+    pub(super) fn new(target: impl Into<String>, spec: &TensorSpec, transform: Transform) -> Self {
+        let shape = match (&transform, spec.shape.as_slice()) {
+            (Transform::Transpose, &[rows, cols]) => vec![cols, rows],
+            (Transform::Rows(rows), [_, rest @ ..]) => [&[rows.len()], rest].concat(),
+            _ => spec.shape.clone(),
+        };
+        let (param, param_shape) = (spec.name.clone(), spec.shape.clone());
+        Self { target: target.into(), shape, param, param_shape, transform }
+    }
+
+    pub(super) fn copy(spec: &TensorSpec) -> Self {
+        Self::new(spec.name.clone(), spec, Transform::Copy)
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.shape.iter().product()
+    }
+
+    /// The values of the exported tensor.
+    pub(super) fn read(&self, weights: &mut TensorFile) -> Result<Vec<f32>, ExportError> {
+        let values = weights.read(&self.param, &self.param_shape)?;
+        Ok(match &self.transform {
+            Transform::Copy => values,
+            Transform::Transpose => transpose(&values, self.param_shape[1]),
+            Transform::Rows(rows) => {
+                let width: usize = self.param_shape[1..].iter().product();
+                values[rows.start * width..rows.end * width].to_vec()
+            }
+            Transform::InterleaveHalves { heads } => {
+                permute_halves(&values, *heads, self.param_shape[0], |row, half| row % 2 * half + row / 2)
+            }
+        })
+    }
+
+    /// The values of the parameter, or of the rows that the exported tensor has of it.
+    pub(super) fn restore(&self, values: Vec<f32>) -> Vec<f32> {
+        match &self.transform {
+            Transform::Copy | Transform::Rows(_) => values,
+            Transform::Transpose => transpose(&values, self.param_shape[0]),
+            Transform::InterleaveHalves { heads } => {
+                permute_halves(&values, *heads, self.param_shape[0], |row, half| row % half * 2 + row / half)
+            }
+        }
+    }
+}
+
+/// The transpose of a matrix of `cols` columns.
+fn transpose(values: &[f32], cols: usize) -> Vec<f32> {
+    let rows = values.len() / cols.max(1);
+    (0..values.len()).map(|i| values[i % rows * cols + i / rows]).collect()
+}
+
+/// Reorders the rows of each head: row `i` is taken from row `source(i, half the rows of a head)`.
+fn permute_halves(
+    values: &[f32],
+    heads: usize,
+    rows: usize,
+    source: impl Fn(usize, usize) -> usize,
+) -> Vec<f32> {
+    let (width, head) = (values.len() / rows.max(1), rows / heads);
+    (0..rows)
+        .flat_map(|row| {
+            let from = row / head * head + source(row % head, head / 2);
+            &values[from * width..(from + 1) * width]
+        })
+        .copied()
+        .collect()
+}
+
+/// Every parameter and running statistic, under the names they have here.
+pub(super) fn all_specs(layout: &ParamLayout) -> impl Iterator<Item = &TensorSpec> {
+    layout.params.iter().chain(layout.stats.iter()).map(|(spec, _)| spec)
+}
+
+/// A parameter as an exported file has it: decoded, in the shape and under the name it has here.
+pub struct ReadBackTensor {
+    pub name: String,
+    pub shape: Vec<usize>,
+    pub values: Vec<f32>,
+}
+
+/// Gives `visit` every parameter that `mappings` name, one at a time. `read` returns the values of an exported tensor.
+/// The tensors of one parameter follow each other in `mappings`.
+pub(super) fn restore_all(
+    mappings: &[TensorMapping],
+    mut read: impl FnMut(&TensorMapping) -> Result<Vec<f32>, ExportError>,
+    visit: &mut dyn FnMut(ReadBackTensor) -> Result<(), ExportError>,
+) -> Result<(), ExportError> {
+    for parts in mappings.chunk_by(|a, b| a.param == b.param) {
+        let mut values = Vec::new();
+        for part in parts {
+            let restored = part.restore(read(part)?);
+            if values.is_empty() {
+                values = restored;
+            } else {
+                values.extend(restored);
+            }
+        }
+        visit(ReadBackTensor { name: parts[0].param.clone(), shape: parts[0].param_shape.clone(), values })?;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::params::{ParamInit, ParamRegistry};
+
+    fn spec(shape: &[usize]) -> TensorSpec {
+        let mut registry = ParamRegistry::default();
+        registry.param("w", shape, ParamInit::Constant(0.0));
+        registry.into_layout().unwrap().params.spec(0).clone()
+    }
+
+    #[test]
+    fn a_transform_is_undone_when_it_is_read_back() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("w.safetensors");
+        let values: Vec<f32> = (0..48).map(|v| v as f32).collect();
+        candle_core::Tensor::from_vec(values.clone(), (8, 6), &candle_core::Device::Cpu)
+            .unwrap()
+            .save_safetensors("w", &path)
+            .unwrap();
+        let mut file = TensorFile::open(&path).unwrap();
+        for transform in [Transform::Copy, Transform::Transpose, Transform::InterleaveHalves { heads: 2 }] {
+            let mapping = TensorMapping::new("t", &spec(&[8, 6]), transform.clone());
+            let exported = mapping.read(&mut file).unwrap();
+            assert_eq!(exported != values, transform != Transform::Copy);
+            assert_eq!(mapping.restore(exported), values, "{transform:?}");
+        }
+        let parts = [0..2, 2..8].map(|rows| TensorMapping::new("t", &spec(&[8, 6]), Transform::Rows(rows)));
+        let mut seen = Vec::new();
+        let visit = &mut |tensor: ReadBackTensor| {
+            seen.push(tensor.values);
+            Ok(())
+        };
+        restore_all(&parts, |part| part.read(&mut file), visit).unwrap();
+        assert_eq!(seen, [values]);
+    }
+
+    #[test]
+    fn rows_of_a_head_alternate_between_its_halves() {
+        // Two heads of four rows: 0 1 | 2 3 becomes 0 2 1 3.
+        let rows: Vec<f32> = (0..8).map(|v| v as f32).collect();
+        let interleaved = permute_halves(&rows, 2, 8, |row, half| row % 2 * half + row / 2);
+        assert_eq!(interleaved, [0.0, 2.0, 1.0, 3.0, 4.0, 6.0, 5.0, 7.0]);
+    }
+
+    #[test]
+    fn a_value_beyond_f16_is_refused_by_name() {
+        let error = WeightDtype::F16.encode("w", &[1.0, 70_000.0]).unwrap_err().to_string();
+        assert_eq!(error, "`w` has the value 70000, which f16 cannot hold");
+        assert_eq!(WeightDtype::Bf16.encode("w", &[1.0]).unwrap(), [0x80, 0x3f]);
+    }
+
+    #[test]
+    fn a_truncated_file_is_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("w.safetensors");
+        let tensor = candle_core::Tensor::zeros(64, candle_core::DType::F32, &candle_core::Device::Cpu);
+        tensor.unwrap().save_safetensors("w", &path).unwrap();
+        let bytes = std::fs::read(&path).unwrap();
+        std::fs::write(&path, &bytes[..bytes.len() - 4]).unwrap();
+        let error = TensorFile::open(&path).err().unwrap().to_string();
+        assert!(error.ends_with("`w` is truncated"), "{error}");
+    }
+}
