@@ -7,6 +7,7 @@ mod check;
 mod completions;
 mod eval;
 pub mod exit;
+mod export;
 pub mod fit;
 mod init;
 pub mod plan;
@@ -48,6 +49,7 @@ Examples:
   trainer verify job.toml                  check that the memory plan does not change its result
   trainer eval RUN                         metrics of a trained model
   trainer predict RUN new.csv -o out.csv   predictions of a trained model
+  trainer export RUN --format onnx -o DIR  a trained model for other tools
   trainer fit job.toml --set train.epochs=20 --resume
 
 Exit codes:
@@ -149,6 +151,7 @@ pub enum Command {
     Verify(verify::VerifyArgs),
     Eval(eval::EvalArgs),
     Predict(predict::PredictArgs),
+    Export(export::ExportArgs),
     Probe(probe::ProbeArgs),
     Schema(schema::SchemaArgs),
     Init(init::InitArgs),
@@ -263,6 +266,7 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> Exit {
         Command::Verify(verify) => verify.run(common),
         Command::Eval(eval) => eval.run(common),
         Command::Predict(predict) => predict.run(common),
+        Command::Export(export) => export.run(common),
         Command::Probe(probe) => probe.run(common),
         Command::Schema(schema) => schema.run(),
         Command::Init(init) => init.run(),

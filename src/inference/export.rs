@@ -31,7 +31,7 @@ pub use self::weights::{ReadBackTensor, WeightDtype};
 
 use self::folder::ExportFolder;
 use self::weights::{TensorFile, TensorMapping, all_specs, restore_all};
-use crate::base::features::Features;
+use crate::base::features::{Features, PixelLut};
 use crate::job::ModelConfig;
 use crate::layers::Layer;
 use crate::layers::norm::NormLayer;
@@ -171,6 +171,18 @@ pub enum TokenizerSource<'a> {
 pub struct ImageNormalization {
     pub mean: Vec<f64>,
     pub std: Vec<f64>,
+}
+
+impl ImageNormalization {
+    /// What the tables of bytes do; `None` if they only scale to 0 to 1.
+    pub fn from_lut(lut: &PixelLut) -> Option<Self> {
+        // (byte / 255 - mean) / std, solved for both at the ends of each table.
+        let std = |table: &[f32; 256]| 1.0 / (f64::from(table[255]) - f64::from(table[0]));
+        let channel = |table: &[f32; 256]| (-f64::from(table[0]) * std(table), std(table));
+        let (mean, std): (Vec<f64>, Vec<f64>) = lut.tables.iter().map(channel).unzip();
+        let scales_only = mean.iter().all(|v| v.abs() < 1e-6) && std.iter().all(|v| (v - 1.0).abs() < 1e-6);
+        (!scales_only).then_some(Self { mean, std })
+    }
 }
 
 /// A trained model.

@@ -353,6 +353,16 @@ fn pairs_without_a_form_are_refused_by_name() {
     );
 }
 
+#[test]
+fn normalization_is_read_from_the_tables_of_bytes() {
+    let table = |mean: f32, std: f32| std::array::from_fn(|byte| (byte as f32 / 255.0 - mean) / std);
+    let lut = PixelLut { tables: vec![table(0.485, 0.229), table(0.5, 0.25)] };
+    let found = ImageNormalization::from_lut(&lut).unwrap();
+    let close = |a: &[f64], b: &[f64]| a.iter().zip(b).all(|(a, b)| (a - b).abs() < 1e-6);
+    assert!(close(&found.mean, &[0.485, 0.5]) && close(&found.std, &[0.229, 0.25]), "{found:?}");
+    assert_eq!(ImageNormalization::from_lut(&PixelLut { tables: vec![table(0.0, 1.0)] }), None);
+}
+
 /// Writes every case in every format, with inputs and logits beside them, if `TRAINER_EXPORT_DIR` is set.
 #[test]
 fn writes_what_other_tools_compare() {

@@ -1,0 +1,276 @@
+"""Exports models and compares their logits with those of the tools that the files are for.
+
+    cargo build --release --bins --examples
+    python scripts/export-interop.py --build target/release
+    TRAINER_EXPORT_DIR=DIR cargo test --lib writes_what_other_tools_compare
+    python scripts/export-interop.py --folder DIR
+
+The first form trains a small model of each kind on generated data, exports it in each format and compares with the
+logits of `examples/logits.rs`. The second compares exports that a unit test made of models with random weights, which
+covers more layers. Needs numpy, safetensors and what is to be compared: onnxruntime, torch with transformers and
+torchvision, xllamacpp; what is not installed is skipped and named.
+
+A difference is relative to the largest logit. In f32 it must be below 1e-4; f16 and bf16 have the precision of their
+weights. llama.cpp continues a prompt by 32 tokens, greedily: those of the f16 GGUF must be those of the model with its
+weights rounded to f16, unless the two best logits are closer than rounding.
+"""
+
+import argparse
+import importlib
+import json
+import os
+import pathlib
+import random
+import re
+import struct
+import subprocess
+import sys
+import tempfile
+
+import numpy as np
+from safetensors.numpy import load_file
+
+TOLERANCE = {"f32": 1e-4, "f16": 2e-2, "bf16": 1e-1}
+NEW_TOKENS = 32
+CONTEXT, SIDE, BATCH, CLASSES = 64, 16, 16, 4
+LETTERS = "\n abcdefghijklmnopqrstuvwxyz"
+KINDS = {
+    "mlp": "hidden = [24]",
+    "cnn": "hidden = [16]\nstages = [{ channels = 8, norm = 'batch' }, { channels = 8, norm = 'group' }]\nnorm_group = 4",
+    "resnet": "depth = 18\nstem = 'small'\nnorm_group = 4",
+    "mobilenet": "width = 0.35\nstem = 'small'\nnorm_group = 4",
+    "vit": "patch = 4\nlayers = 2\nheads = 2\nwidth = 32",
+    "gpt": f"layers = 2\nheads = 2\nwidth = 64\ncontext = {CONTEXT}",
+    "llama": f"layers = 2\nheads = 4\nkv_heads = 2\nwidth = 64\nhidden = 96\ncontext = {CONTEXT}",
+    "bert": f"layers = 2\nheads = 2\nwidth = 32\nhidden = 64\ncontext = {CONTEXT}",
+    "layers": "layers = [{ kind = 'conv', channels = 8, padding = 1 }, { kind = 'silu' }, { kind = 'global_pool' }]",
+}
+FORMATS = {
+    "hf": ("gpt", "llama", "bert", "vit", "resnet", "mobilenet"),
+    "onnx": tuple(KINDS),
+    "gguf": ("gpt", "llama"),
+}
+
+
+def installed(name):
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        return None
+
+
+class Case:
+    """A model: its exports, an input, and our logits for it."""
+
+    def __init__(self, name, kind, exports, inputs, logits, lengths=None, tolerance=1.0):
+        self.name, self.kind, self.exports, self.lengths = name, kind, exports, lengths
+        self.inputs, self.logits, self.tolerance = inputs, logits, tolerance
+
+    @property
+    def mask(self):
+        if self.lengths is None:
+            return np.ones(self.inputs.shape, np.int64)
+        return (np.arange(self.inputs.shape[1])[None] < np.array(self.lengths)[:, None]).astype(np.int64)
+
+
+# Other tools.
+
+
+def run_onnx(case, folder):
+    ort = installed("onnxruntime")
+    onnx = installed("onnx")
+    if onnx:
+        onnx.checker.check_model(str(folder / "model.onnx"), full_check=True)
+    session = ort.InferenceSession(str(folder / "model.onnx"), providers=["CPUExecutionProvider"])
+    names = [value.name for value in session.get_inputs()]
+    feed = lambda rows: {name: (case.mask if name == "attention_mask" else case.inputs)[rows] for name in names}
+    logits = session.run(None, feed(slice(None)))[0]
+    # Another batch, and for language models another length: both are dynamic.
+    one = session.run(None, feed(slice(0, 1)))[0]
+    np.testing.assert_allclose(one, logits[:1], atol=1e-4 * np.abs(logits).max())
+    if case.kind in ("gpt", "llama"):
+        short = session.run(None, {names[0]: case.inputs[:, :5]})[0]
+        np.testing.assert_allclose(short, logits[:, :5], atol=1e-4 * np.abs(logits).max())
+    metadata = session.get_modelmeta().custom_metadata_map
+    assert {"preprocessing", "inputs", "job"} <= set(metadata), metadata.keys()
+    return logits
+
+
+def run_hf(case, folder):
+    torch = installed("torch")
+    with torch.no_grad():
+        if case.kind in ("resnet", "mobilenet"):
+            # The lines of the model card.
+            lines = re.search(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.S)[1]
+            names = {}
+            before = os.getcwd()
+            os.chdir(folder)
+            exec(lines, names)
+            os.chdir(before)
+            return names["model"].eval()(torch.tensor(case.inputs)).numpy()
+        transformers = installed("transformers")
+        classes = {
+            "gpt": transformers.AutoModelForCausalLM,
+            "llama": transformers.AutoModelForCausalLM,
+            "bert": transformers.AutoModelForSequenceClassification,
+            "vit": transformers.AutoModelForImageClassification,
+        }
+        model, info = classes[case.kind].from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+        problems = {key: value for key, value in info.items() if value and key != "error_msgs"}
+        assert not problems, problems
+        extra = {"attention_mask": torch.tensor(case.mask)} if case.kind == "bert" else {}
+        if case.kind in ("gpt", "llama", "bert"):
+            transformers.AutoTokenizer.from_pretrained(folder)
+        return model.eval()(torch.tensor(case.inputs), **extra).logits.numpy()
+
+
+def greedy(case, folder, prompt):
+    """Continues `prompt` with the weights that the GGUF has, in torch; also says how close the second best came."""
+    torch, transformers = installed("torch"), installed("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    ids, gaps = list(prompt), []
+    with torch.no_grad():
+        for _ in range(NEW_TOKENS):
+            logits = model(torch.tensor([ids])).logits[0, -1]
+            best = torch.topk(logits, 2).values
+            gaps.append(((best[0] - best[1]) / logits.abs().max()).item())
+            ids.append(int(logits.argmax()))
+    return ids[len(prompt) :], gaps
+
+
+def run_gguf(case, folder):
+    """The text that llama.cpp generates after a prompt, by its own tokenizer."""
+    xllamacpp = installed("xllamacpp")
+    vocabulary = json.loads((case.exports["hf", "f16"] / "tokenizer.json").read_text())["model"]["vocab"]
+    by_id = {id: text for text, id in vocabulary.items()}
+    prompt = [int(i) for i in case.inputs[0][:16]]
+    text = "".join(by_id[i] for i in prompt)
+    params = xllamacpp.CommonParams()
+    params.model.path = str(folder / "model.gguf")
+    params.n_ctx, params.n_predict, params.warmup = CONTEXT, NEW_TOKENS, False
+    params.cpuparams.n_threads = 2
+    server = xllamacpp.Server(params)
+    request = {"prompt": text, "n_predict": NEW_TOKENS, "temperature": 0.0, "top_k": 1, "ignore_eos": True,
+               "cache_prompt": False, "return_tokens": True}
+    answer = server.handle_completions(request)
+    answer = json.loads(answer) if isinstance(answer, str) else answer
+    return prompt, answer
+
+
+# Sources of models.
+
+
+def from_folder(folder):
+    for path in sorted(folder.iterdir()):
+        if not (path / "expected.json").exists():
+            continue
+        expected = json.loads((path / "expected.json").read_text())
+        dtype = np.int64 if expected["tokens"] else np.float32
+        exports = {tuple(sub.name.split("-", 1)): sub for sub in path.iterdir() if sub.is_dir()}
+        yield Case(
+            path.name, expected["kind"], exports,
+            np.array(expected["input"], dtype).reshape(expected["input_shape"]),
+            np.array(expected["logits"], np.float32).reshape(expected["logits_shape"]), expected["lengths"],
+        )
+
+
+def write_data(kind, folder):
+    """Returns the keys of [data] and a function that gives the first validation samples."""
+    rng = random.Random(1)
+    if kind in ("gpt", "llama"):
+        text = "".join(rng.choices(LETTERS, k=16000))
+        (folder / "text.txt").write_text(text)
+        valid = [LETTERS.index(c) for c in text[int(len(text) * 0.9) :]]
+        windows = [valid[i : i + CONTEXT] for i in range(0, len(valid) - CONTEXT, CONTEXT)]
+        return f'kind = "text"\ntrain = ["{folder}/text.txt"]', np.array(windows)
+    if kind == "bert":
+        lines = [{"text": "".join(rng.choices(LETTERS[1:], k=CONTEXT)), "label": f"c{i % CLASSES}"} for i in range(400)]
+        for part, rows in (("train", lines[:300]), ("valid", lines[300:])):
+            (folder / f"{part}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        ids = np.array([[sorted(LETTERS[1:]).index(c) for c in row["text"]] for row in lines[300:]])
+        keys = f'kind = "jsonl"\ntrain = ["{folder}/train.jsonl"]\nvalid = ["{folder}/valid.jsonl"]\nlabel = "label"'
+        return keys, ids
+    lines, pixels = ['kind = "idx"'], None
+    for part, n in (("train", 64), ("valid", 48)):
+        pixels, labels = rng.randbytes(n * SIDE * SIDE * 3), bytes(i % CLASSES for i in range(n))
+        head = bytes([0, 0, 8, 4]) + struct.pack(">4I", n, SIDE, SIDE, 3)
+        (folder / f"{part}-images").write_bytes(head + pixels)
+        (folder / f"{part}-labels").write_bytes(bytes([0, 0, 8, 1]) + struct.pack(">I", n) + labels)
+        lines += [f'{part}_images = "{folder}/{part}-images"', f'{part}_labels = "{folder}/{part}-labels"']
+    images = np.frombuffer(pixels, np.uint8).reshape(-1, SIDE, SIDE, 3).transpose(0, 3, 1, 2)
+    return "\n".join(lines), (images / np.float32(255)).astype(np.float32)
+
+
+def trained(build, root):
+    for kind, keys in KINDS.items():
+        folder = root / kind
+        folder.mkdir()
+        data, samples = write_data(kind, folder)
+        (folder / "job.toml").write_text(
+            f'[model]\nkind = "{kind}"\n{keys}\n[data]\n{data}\n[train]\nbatch_size = {BATCH}\nsteps = 20\n'
+            "[log]\ntensorboard = false\n"
+        )
+        run = lambda *command: subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL)
+        run(build / "trainer", "fit", "job.toml", "--run-dir", "run", "-q")
+        run(build / "examples" / "logits", "run", "logits.safetensors")
+        exports = {}
+        for form, kinds in FORMATS.items():
+            for dtype in ("f32", "f16") if kind in kinds else ():
+                exports[form, dtype] = folder / f"{form}-{dtype}"
+                target = folder / f"{form}-{dtype}"
+                run(build / "trainer", "export", "run", "--format", form, "--dtype", dtype, "-o", target, "-q")
+        logits = load_file(folder / "logits.safetensors")["logits"]
+        yield Case(kind, kind, exports, samples[: len(logits)], logits)
+
+
+def compare(case):
+    """Yields (format, type, result, passed) of each export."""
+    for (form, dtype), folder in sorted(case.exports.items()):
+        needed = {"onnx": ["onnxruntime"], "hf": ["torch", "transformers"], "gguf": ["xllamacpp", "torch"]}.get(form, [])
+        missing = [name for name in needed if installed(name) is None]
+        if form == "safetensors":
+            load_file(folder / "model.safetensors") if dtype != "bf16" else None
+            continue
+        if missing:
+            yield form, dtype, f"skipped: no {', '.join(missing)}", True
+        elif form == "gguf":
+            prompt, answer = run_gguf(case, folder)
+            ours, gaps = greedy(case, case.exports["hf", "f16"], prompt)
+            theirs = answer.get("tokens") or answer
+            same = next((i for i, (a, b) in enumerate(zip(ours, theirs)) if a != b), NEW_TOKENS)
+            tie = same < NEW_TOKENS and gaps[same] < 1e-3
+            passed = len(theirs) == NEW_TOKENS and (same == NEW_TOKENS or tie)
+            # Quantized weights are other weights; that llama.cpp runs them is what counts.
+            passed |= dtype not in TOLERANCE and len(theirs) == NEW_TOKENS
+            yield form, dtype, f"{same} of {NEW_TOKENS} tokens{' then a tie' if tie else ''}", passed
+        else:
+            theirs = {"onnx": run_onnx, "hf": run_hf}[form](case, folder)
+            assert theirs.shape == case.logits.shape, (theirs.shape, case.logits.shape)
+            difference = np.abs(theirs - case.logits).max() / np.abs(case.logits).max()
+            yield form, dtype, f"{difference:.1e}", difference < TOLERANCE[dtype]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--build", type=pathlib.Path, help="folder of `trainer` and `examples/logits`")
+    source.add_argument("--folder", type=pathlib.Path, help="what the unit test wrote")
+    parser.add_argument("--only", default="", help="part of the name of the cases to compare")
+    arguments = parser.parse_args()
+    failed = False
+    with tempfile.TemporaryDirectory() as root:
+        cases = (
+            from_folder(arguments.folder) if arguments.folder
+            else trained(arguments.build.resolve(), pathlib.Path(root))
+        )
+        for case in cases:
+            if arguments.only not in case.name:
+                continue
+            for form, dtype, result, passed in compare(case):
+                failed |= not passed
+                print(f"{case.name:<16} {form:<6} {dtype:<7} {result:<28} {'' if passed else 'FAILED'}", flush=True)
+    sys.exit(failed)
+
+
+if __name__ == "__main__":
+    main()
