@@ -1,5 +1,6 @@
 //! The network of layers and how it runs: one walk drives planning and training, with recomputation and offload.
 
+pub mod decoding;
 pub mod fusion;
 pub mod network;
 pub mod offload;

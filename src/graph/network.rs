@@ -12,14 +12,15 @@ mod tests;
 
 use std::sync::Arc;
 
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
 
 use self::backward::BackwardContext;
 use super::fusion::FusedNode;
 use super::offload::{ActivationOffload, OffloadedTensor, PendingCopy};
-use crate::base::{MicroBatchSpec, Phase, Role};
-use crate::kernels::Activation;
+use crate::base::{Backend, MicroBatchSpec, Phase, Role};
+use crate::kernels::linear::{self, WeightLayout};
 use crate::kernels::reference::ReferenceScope;
+use crate::kernels::{Activation, host};
 use crate::layers::loss::{Loss, MetricSums, PendingMetricSums};
 use crate::layers::{Layer, Mode, PassContext, SavedTensors};
 use crate::memory::{Ledger, Oom, Reservation};
@@ -221,6 +222,43 @@ impl Network {
             (Some(pass), Some(x)) => Ok(Some(self.loss.output_layer(pass).forward(x)?.0)),
             _ => Ok(None),
         }
+    }
+
+    /// Computes the logits of some positions, (positions, `outputs`) in f32, on the host. A position is its index among
+    /// all positions of the micro-batch. A dry run makes the same reservations and returns nothing.
+    pub fn logits_at(
+        &self,
+        exec: &Executor,
+        inputs: Option<&Tensor>,
+        positions: &[u32],
+        outputs: usize,
+    ) -> StepResult<Vec<f32>> {
+        let _kernels = ReferenceScope::enter(exec.spec.backend.is_reference());
+        let x = self.forward_blocks(exec, inputs)?;
+        let width = self.layers().last().and_then(|layer| layer.output_shape().last().copied()).unwrap_or(0);
+        let (rows, spec) = (positions.len(), MicroBatchSpec { batch: positions.len(), ..exec.spec });
+        let (name, values) = (self.loss.name(), rows * outputs);
+        let _rows = exec.reserve(Role::Activations, name, spec.bytes(width))?;
+        let _logits = exec.reserve(Role::Activations, name, spec.bytes(outputs))?;
+        // As f32 where the logits are, and on the host.
+        let _copies = exec.reserve(Role::Workspace, name, (2 * values * size_of::<f32>()) as u64)?;
+        let workspace = match spec.backend {
+            Backend::Cpu { .. } => linear::workspace(spec.dtype, WeightLayout::OutIn, rows, width, outputs).0,
+            Backend::Reference { .. } => 2 * spec.bytes(outputs),
+            Backend::Cuda { .. } => 0,
+        };
+        let _work = exec.reserve(Role::Workspace, name, workspace)?;
+        let (Some(pass), Some(x)) = (&exec.pass, &x.value) else { return Ok(Vec::new()) };
+        if rows == 0 {
+            return Ok(Vec::new());
+        }
+        let x = x.reshape(((), width))?;
+        let x = match positions.iter().map(|at| *at as usize).eq(0..x.dim(0)?) {
+            true => x,
+            false => x.index_select(&Tensor::new(positions, x.device())?, 0)?,
+        };
+        let logits = self.loss.output_layer(pass).forward(&x)?.0;
+        Ok(host::to_vec(&logits.to_dtype(DType::F32)?)?)
     }
 
     /// Runs all blocks in evaluation mode.

@@ -6,6 +6,7 @@
 //! each run of `heads / kv_heads` query heads shares one. A thread processes one key head of a sample with all its
 //! query heads, so a single thread sums the gradients of shared keys in a fixed order.
 
+mod decode;
 mod dims;
 mod dropout_mask;
 #[cfg(feature = "cuda")]
@@ -14,6 +15,7 @@ mod gpu;
 use candle_core::{Result, Tensor};
 use rayon::prelude::*;
 
+pub use decode::{CacheRows, DecodeKernel};
 pub use dims::AttentionDims;
 pub use dropout_mask::DropoutMask;
 

@@ -10,7 +10,7 @@ use super::linear::{self, add_partials, column_sums};
 use super::{Elem, cpu, reference};
 use crate::{vectorised, with_elem};
 
-/// `y[b, t] = tokens[ids[b, t]] + positions[t] + token_types[0]`
+/// `y[b, t] = tokens[ids[b, t]] + positions[starts[b] + t] + token_types[0]`
 pub struct EmbeddingKernel<'a> {
     /// (vocabulary, width)
     pub tokens: &'a Tensor,
@@ -18,6 +18,9 @@ pub struct EmbeddingKernel<'a> {
     pub positions: Option<&'a Tensor>,
     /// (token types, width): every token has type 0.
     pub token_types: Option<&'a Tensor>,
+    /// The position of each row's first token; 0 if absent. Rows are padded at the end: padding beyond the last position
+    /// has that position.
+    pub starts: Option<&'a [usize]>,
 }
 
 /// The gradients to accumulate into, in the shapes of [`EmbeddingKernel`].
@@ -33,9 +36,10 @@ impl EmbeddingKernel<'_> {
         let (batch, length) = ids.dims2()?;
         let width = self.tokens.dim(1)?;
         let y = self.tokens.index_select(&ids.flatten_all()?, 0)?.reshape((batch, length, width))?;
-        let y = match self.positions {
-            Some(positions) => y.broadcast_add(&positions.narrow(0, 0, length)?)?,
-            None => y,
+        let y = match (self.positions, self.starts) {
+            (Some(positions), None) => y.broadcast_add(&positions.narrow(0, 0, length)?)?,
+            (Some(positions), Some(_)) => (y + self.position_rows(positions, batch, length)?)?,
+            (None, _) => y,
         };
         match self.token_types {
             Some(token_types) => y.broadcast_add(&token_types.narrow(0, 0, 1)?),
@@ -43,8 +47,28 @@ impl EmbeddingKernel<'_> {
         }
     }
 
+    /// The position of token `t` of row `b`, in a table of `context` positions.
+    fn position(&self, b: usize, t: usize, context: usize) -> usize {
+        let start = self.starts.and_then(|starts| starts.get(b)).copied().unwrap_or(0);
+        (start + t).min(context.saturating_sub(1))
+    }
+
+    /// The rows of `positions` for every token, (batch, length, width).
+    fn position_rows(&self, positions: &Tensor, batch: usize, length: usize) -> Result<Tensor> {
+        let (context, width) = positions.dims2()?;
+        let at = (0..batch * length).map(|i| self.position(i / length, i % length, context) as u32);
+        let at = Tensor::from_vec(at.collect::<Vec<u32>>(), batch * length, positions.device())?;
+        positions.index_select(&at, 0)?.reshape((batch, length, width))
+    }
+
     /// (batch, length, width)
     pub fn forward(&self, ids: &Tensor) -> Result<Tensor> {
+        if let (Some(positions), Some(_), false) = (self.positions, self.starts, ids.device().is_cpu()) {
+            // The CUDA kernel has one row of positions for all samples.
+            let (batch, length) = ids.dims2()?;
+            let y = Self { positions: None, starts: None, ..*self }.forward(ids)?;
+            return y + self.position_rows(positions, batch, length)?;
+        }
         on_cuda!(ids, |device| self.forward_cuda(device, ids));
         if !reference::has_cpu_kernel(ids) {
             return self.reference(ids);
@@ -58,6 +82,7 @@ impl EmbeddingKernel<'_> {
         if let Some(id) = ids.par_iter().find_first(|&&id| id as usize >= vocab) {
             bail!("token {id} is not in the vocabulary, which has {vocab}")
         }
+        let context = self.positions.map_or(Ok(0), |positions| positions.dim(0))?;
         let positions = self.positions.map(cpu::view::<T>).transpose()?;
         let token_types = self.token_types.map(cpu::view::<T>).transpose()?;
         let mut y = cpu::uninit::<T>(ids.len() * n);
@@ -71,7 +96,7 @@ impl EmbeddingKernel<'_> {
             for (i, y) in y.chunks_exact_mut(n).enumerate().map(|(i, y)| (first + i, y)) {
                 y.copy_from_slice(&tokens[ids[i] as usize * n..][..n]);
                 if let Some(positions) = &positions {
-                    add(y, &positions[i % length * n..][..n]);
+                    add(y, &positions[self.position(i / length, i % length, context) * n..][..n]);
                 }
                 if let Some(token_types) = &token_types {
                     add(y, &token_types[..n]);

@@ -1,4 +1,5 @@
-//! GEMMs on plain slices: by the `gemm` crate (`gemm_crate`), by an AVX-512 kernel for small ones, and by AMX.
+//! GEMMs on plain slices: by the `gemm` crate (`gemm_crate`), by an AVX-512 kernel for small ones, by AMX, and for a
+//! few rows by a kernel that streams the other operand (`gemv`).
 
 #[cfg(target_arch = "x86_64")]
 mod amx;
@@ -9,6 +10,7 @@ mod avx512;
 #[cfg(target_arch = "x86_64")]
 mod bf16_split;
 pub(super) mod gemm_crate;
+mod gemv;
 #[cfg(target_arch = "x86_64")]
 mod implicit_gemm;
 
@@ -21,6 +23,8 @@ use super::dispatch::{Dispatch, dispatch};
 use super::im2col::ConvGeometry;
 use super::{Elem, Real};
 use crate::vectorised;
+
+pub(super) use gemv::{add_weighted, dot_rows};
 
 /// A matrix over a slice: element (i, j) is at `i * row_stride + j * col_stride`.
 #[derive(Clone, Copy)]
@@ -191,6 +195,9 @@ pub fn gemm<T: Elem>(
         return;
     }
     assert!(out.len() >= (m - 1) * stride + n, "gemm: result exceeds its slice");
+    if threading == Threading::Parallel && gemv::supports(&a, &b) {
+        return gemv::gemv(out, stride, a, b, accumulate, CpuEpilogue::NONE);
+    }
     if threading == Threading::Parallel && try_amx::<T, T::Acc>(out, stride, a, b, accumulate, None) {
         return;
     }
@@ -384,6 +391,9 @@ pub fn gemm_workspace(
     transposed_a: bool,
     threading: Threading,
 ) -> u64 {
+    if threading == Threading::Parallel && gemv::supports_sizes(m, transposed_a) {
+        return gemv::workspace(dtype, m, k);
+    }
     #[cfg(target_arch = "x86_64")]
     if threading == Threading::Parallel && dispatch() == Dispatch::Amx {
         let bytes = with_amx_elem!(dtype, E => {
@@ -445,6 +455,9 @@ pub fn matmul_workspace(
     transposed_a: bool,
     threading: Threading,
 ) -> u64 {
+    if threading == Threading::Parallel && gemv::supports_sizes(m, transposed_a) {
+        return gemv::workspace(dtype, m, k);
+    }
     #[cfg(target_arch = "x86_64")]
     if threading == Threading::Parallel && dispatch() == Dispatch::Amx {
         let bytes = with_amx_elem!(dtype, E => {
@@ -483,6 +496,10 @@ fn matmul_maybe_fused<T: Elem>(
     let n = b.cols;
     assert_eq!(a.cols, b.rows, "matmul: K of a and b differ");
     assert!(out.len() >= a.rows * n, "matmul: result exceeds its slice");
+    if threading == Threading::Parallel && !out.is_empty() && gemv::supports(&a, &b) {
+        gemv::gemv(out, n, a, b, false, epilogue.unwrap_or(CpuEpilogue::NONE));
+        return true;
+    }
     if threading == Threading::Parallel && !out.is_empty() && try_amx::<T, T>(out, n, a, b, false, epilogue) {
         return true;
     }

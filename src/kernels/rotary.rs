@@ -7,7 +7,7 @@ mod gpu;
 
 use std::sync::OnceLock;
 
-use candle_core::{Result, Tensor};
+use candle_core::{Result, Tensor, bail};
 
 use super::{Elem, Real};
 
@@ -48,11 +48,29 @@ impl Rotary {
         })
     }
 
+    /// The same rotation for this many positions.
+    pub fn with_length(&self, length: usize) -> Self {
+        Self { length, half: self.half, theta: self.theta, tables: OnceLock::new() }
+    }
+
+    /// Bytes of its tables, once they are built.
+    pub fn table_bytes(&self) -> u64 {
+        (2 * self.length * self.half * size_of::<f32>()) as u64
+    }
+
     /// Reference implementation, over (batch, heads, length, head).
     pub fn reference(&self, x: &Tensor) -> Result<Tensor> {
+        self.reference_from(x, 0)
+    }
+
+    /// The same for positions that begin at `first`.
+    pub fn reference_from(&self, x: &Tensor, first: usize) -> Result<Tensor> {
         let (_, _, length, _) = x.dims4()?;
+        if first + length > self.length {
+            bail!("rotary: positions {first} to {} of {}", first + length, self.length)
+        }
         let table = |values: &[f32]| {
-            Tensor::new(&values[..length * self.half], x.device())?
+            Tensor::new(&values[first * self.half..][..length * self.half], x.device())?
                 .reshape((length, self.half))?
                 .to_dtype(x.dtype())
         };

@@ -80,6 +80,7 @@ impl Embedding {
             tokens: pass.weight(self.token_table),
             positions: weight(self.position_table),
             token_types: weight(self.token_type_table),
+            starts: pass.cache.map(|pass| pass.rows.starts),
         }
     }
 }
@@ -172,7 +173,7 @@ mod tests {
             check_finite_differences(&build, &x);
             check_against_autograd(&build, &x, &|x, p| {
                 let kinds = if kinds { p.last() } else { None };
-                Kernel { tokens: &p[0], positions: positions.then(|| &p[1]), token_types: kinds }.reference(x)
+                Kernel { tokens: &p[0], positions: positions.then(|| &p[1]), token_types: kinds, starts: None }.reference(x)
             });
             check_cost(&build, &|batch| ids(batch, length, vocab));
         }

@@ -98,6 +98,7 @@ impl TestContext {
             sample_info: None,
             loss_scale: 1.0,
             tracked: None,
+            cache: None,
         }
     }
 }

@@ -9,6 +9,7 @@ pub mod activation;
 pub mod attention;
 pub mod avg_pool;
 pub mod batch_norm;
+pub mod cached_attention;
 pub mod categorical_embedding;
 pub mod class_token;
 pub mod conv;
@@ -21,6 +22,7 @@ pub mod global_pool;
 #[cfg(test)]
 pub mod gradcheck;
 pub mod group_norm;
+pub mod kv_cache;
 pub mod linear;
 pub mod loss;
 pub mod max_pool;
@@ -42,6 +44,7 @@ use crate::kernels::sample_keys::SampleKeys;
 use crate::kernels::{Activation, SavedForBackward};
 use crate::param_store::ParamStore;
 use crate::params::{ParamId, StatId};
+use kv_cache::CachePass;
 
 /// A layer of a network. Tensors are contiguous; the first dimension is the batch.
 pub trait Layer: Any + Send + Sync {
@@ -141,6 +144,8 @@ pub struct PassContext<'a> {
     pub loss_scale: f64,
     /// If given, layers read these copies of their parameters.
     pub tracked: Option<&'a TrackedParams>,
+    /// The key-value cache that this pass reads and appends to, if it decodes.
+    pub cache: Option<CachePass<'a>>,
 }
 
 /// Copies of the parameters that a layer reads, for candle's autograd to track.

@@ -194,6 +194,7 @@ mod tests {
             sample_info: None,
             loss_scale: 1.0,
             tracked: None,
+            cache: None,
         };
         let of = |v: [f32; 3]| Tensor::from_vec(v.to_vec(), (3, 1), &test_device()).unwrap();
         let metrics =

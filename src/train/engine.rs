@@ -322,6 +322,7 @@ impl<'a> Engine<'a> {
             sample_info: tensors.sample_info.as_ref(),
             loss_scale: scale / self.nominal_weight(),
             tracked: None,
+            cache: None,
         };
         let (ledger, recompute_blocks, offload) =
             (&self.ledger, self.plan.recompute, self.activation_offload.as_ref());
