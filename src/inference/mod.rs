@@ -5,6 +5,7 @@
 
 pub mod evaluate;
 pub mod export;
+pub mod generate;
 pub mod predict;
 pub mod session;
 pub mod trained_model;

@@ -6,6 +6,7 @@ pub mod correction;
 pub mod cost_model;
 pub mod estimate;
 pub mod execution_plan;
+pub mod generation;
 pub mod ladder;
 pub mod ledger_trace;
 pub mod plan;

@@ -256,6 +256,7 @@ impl TestNetwork<'_> {
             sample_info: None,
             loss_scale: 1.0 / self.case.targets(),
             tracked: None,
+            cache: None,
         };
         let at = MicroBatchSpec {
             batch: rows,

@@ -28,12 +28,11 @@ use crate::data::{DatasetContext, files, split};
 use crate::kernels::cross_entropy::IGNORE_INDEX;
 use lines::convert_lines;
 use record::{RecordContent, RecordReader};
-use template::ChatTemplate;
 use tokenized::TokenizedRecords;
 
 pub use jinja::MAX_TEMPLATE_BYTES as TEMPLATE_BYTES;
 pub use record::{ChatLossScope, OverlongPolicy};
-pub use template::BUILTIN_TEMPLATES as TEMPLATES;
+pub use template::{BUILTIN_TEMPLATES as TEMPLATES, ChatMessage, ChatTemplate};
 
 /// Which records to read, and how to build samples from them.
 #[derive(Clone, Debug)]
@@ -156,25 +155,29 @@ fn build_content(
     let Some(chat) = &settings.chat else {
         return Ok(RecordContent::Text { field: settings.field.clone() });
     };
-    let wrong = |value: &str, problem: String| {
+    let template = Box::new(chat_template(&chat.template, tokenizer)?);
+    Ok(RecordContent::Chat { field: chat.field.clone(), template, loss: chat.loss })
+}
+
+/// The chat template that `requested` names: built-in, "auto" for the tokenizer's own, or the source of one.
+pub fn chat_template(requested: &str, tokenizer: Option<&Tokenizer>) -> Result<ChatTemplate, DataError> {
+    let wrong = |problem: String| {
         // A template can be long; its start is enough to identify it.
-        let end = value.floor_char_boundary(value.len().min(60));
-        let template = value[..end].to_owned() + if end < value.len() { "..." } else { "" };
+        let end = requested.floor_char_boundary(requested.len().min(60));
+        let template = requested[..end].to_owned() + if end < requested.len() { "..." } else { "" };
         DataError::Template { template, problem }
     };
-    let source = match (&*chat.template, tokenizer) {
+    let source = match (requested, tokenizer) {
         ("auto", Some(Tokenizer::HuggingFace(json))) => json.chat_template(),
         (name, _) => {
             let named = TEMPLATES.iter().find(|(known, _)| *known == name).map(|(_, source)| *source);
             named.or(name.contains('{').then_some(name)).map(str::to_owned)
         }
     };
-    let none = || wrong(&chat.template, "it is no built-in template, and the tokenizer has none".into());
+    let none = || wrong("it is no built-in template, and the tokenizer has none".into());
     let source = source.ok_or_else(none)?;
     let special = |part: &str| tokenizer.map_or_else(String::new, |tokenizer| tokenizer.special_token(part));
-    let template = ChatTemplate::new(&source, special("bos_token"), special("eos_token"))
-        .map_err(|problem| wrong(&chat.template, problem))?;
-    Ok(RecordContent::Chat { field: chat.field.clone(), template: Box::new(template), loss: chat.loss })
+    ChatTemplate::new(&source, special("bos_token"), special("eos_token")).map_err(wrong)
 }
 
 /// Bytes that a character takes in a set of them.

@@ -122,6 +122,22 @@ impl ChatTemplate {
         Ok(text)
     }
 
+    /// Renders the chat within `limit` bytes, with `to_answer` up to where the assistant's next answer begins. Returns
+    /// the problem otherwise.
+    pub fn render_text(
+        &self,
+        messages: &[ChatMessage],
+        to_answer: bool,
+        limit: u64,
+    ) -> Result<String, String> {
+        let mut steps_left = MAX_STEPS;
+        let budget = usize::try_from(limit / LIVE_RENDERINGS).unwrap_or(usize::MAX);
+        self.render(messages, to_answer, budget, &mut steps_left).map_err(|error| match error {
+            TextError::Invalid(problem) => problem,
+            TextError::Memory { what, limit } => format!("{what} takes more than {limit} bytes"),
+        })
+    }
+
     /// Renders the whole chat. An answer is the text that an assistant message adds to the rendering of the messages
     /// before it, which is rendered with the generation prompt. Each answer costs up to two more renderings. All of them
     /// take at most `limit` bytes at a time.

@@ -10,9 +10,10 @@ use crate::layers::gradcheck::{
     is_reference_under_test, random_tensor, relative_error, test_device, to_f64_vec,
 };
 
+#[derive(Debug)]
 struct Case {
     dims: AttentionDims,
-    rotary: Option<Rotary>,
+    rotary: bool,
     /// Positions of each sequence.
     lengths: Vec<usize>,
     /// New positions per pass.
@@ -21,6 +22,10 @@ struct Case {
 }
 
 impl Case {
+    fn rotary(&self) -> Option<Rotary> {
+        self.rotary.then(|| Rotary::new(self.longest(), self.dims.head_dim, 100.0))
+    }
+
     fn longest(&self) -> usize {
         self.lengths.iter().copied().max().unwrap()
     }
@@ -31,10 +36,11 @@ impl Case {
 
     /// All positions at once, as in training, (sequences, positions, width).
     fn whole(&self, qkv: &Tensor) -> Tensor {
+        let rotary = self.rotary();
         let kernel = AttentionKernel {
             dims: AttentionDims { length: self.longest(), ..self.dims },
             causal: true,
-            rotary: self.rotary.as_ref(),
+            rotary: rotary.as_ref(),
             lengths: None,
             sample_info: None,
             dropout: None,
@@ -50,7 +56,7 @@ impl Case {
             let garbage = Tensor::full(f32::NAN, (slots, kv_heads, capacity, head_dim), qkv.device());
             garbage.unwrap().to_dtype(qkv.dtype()).unwrap()
         };
-        let (keys, values) = (cache(), cache());
+        let (keys, values, rotary) = (cache(), cache(), self.rotary());
         let padded = qkv.pad_with_zeros(1, 0, self.chunk).unwrap();
         let mut outputs = Vec::new();
         for first in (0..self.longest()).step_by(self.chunk) {
@@ -59,7 +65,7 @@ impl Case {
                 self.lengths.iter().map(|length| length.saturating_sub(first).min(self.chunk)).collect();
             let kernel = DecodeKernel {
                 dims: AttentionDims { length: self.chunk, ..self.dims },
-                rotary: self.rotary.as_ref(),
+                rotary: rotary.as_ref(),
                 rows: CacheRows { slots: &self.slots, starts: &starts, counts: &counts },
             };
             let x = padded.narrow(1, first, self.chunk).unwrap().contiguous().unwrap();
@@ -91,8 +97,6 @@ fn cases() -> impl Strategy<Value = Case> {
     let sequences = (proptest::collection::vec(1usize..40, 1..5), 1usize..45);
     (shape, sequences).prop_map(|((kv_heads, group, half, rotary), (lengths, chunk))| {
         let dims = AttentionDims { length: chunk, heads: kv_heads * group, kv_heads, head_dim: 2 * half };
-        let longest = lengths.iter().copied().max().unwrap_or(1);
-        let rotary = rotary.then(|| Rotary::new(longest + chunk, dims.head_dim, 100.0));
         // Slots in another order than the rows, with one that no row has.
         let slots = (0..lengths.len()).map(|i| lengths.len() - i).collect();
         Case { dims, rotary, lengths, chunk, slots }
@@ -128,9 +132,8 @@ proptest! {
 fn tiles_are_joined_where_they_meet() {
     for (lengths, chunk) in [(vec![600, 257], 200), (vec![300], 1), (vec![520, 300], 512), (vec![256], 255)] {
         let dims = AttentionDims { length: chunk, heads: 4, kv_heads: 2, head_dim: 6 };
-        let rotary = Some(Rotary::new(1200, 6, 10_000.0));
         let slots = (0..lengths.len()).collect();
-        Case { dims, rotary, lengths, chunk, slots }.check(DType::F64, 1e-12);
+        Case { dims, rotary: true, lengths, chunk, slots }.check(DType::F64, 1e-12);
     }
 }
 
