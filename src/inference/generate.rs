@@ -7,6 +7,8 @@
 
 mod chat;
 mod prompt;
+#[cfg(test)]
+mod published_models;
 pub mod sampler;
 mod sequence;
 #[cfg(test)]

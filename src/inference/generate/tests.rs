@@ -60,8 +60,9 @@ impl Subject {
         let pass = Some(self.weights.pass(Mode::Eval));
         let exec = Executor { pass, spec, ledger: &ledger, recompute_blocks: 0, offload: None };
         let ids = Tensor::new(tokens, &test_device()).unwrap().unsqueeze(0).unwrap();
-        let logits = network.logits(&exec, &ids).unwrap().to_dtype(DType::F32).unwrap();
-        logits.squeeze(0).unwrap().to_vec2().unwrap()
+        let all: Vec<u32> = (0..tokens.len() as u32).collect();
+        let logits = network.logits_at(&exec, Some(&ids), &all, VOCAB).unwrap();
+        logits.chunks(VOCAB).map(<[f32]>::to_vec).collect()
     }
 
     /// Checks that each token is the most probable one after those before it, or within `tie` of it.
