@@ -2,13 +2,14 @@
 //! once, so memory bandwidth decides: the kernel reads `b` as it is stored, in its own type and order, and neither packs
 //! nor converts it. A GEMM would do both, at several times the traffic.
 //!
-//! Chunks of outputs depend on the sizes alone, and each output is summed in a fixed order.
+//! Each output is summed in an order that depends on the sizes alone. How outputs are divided among threads changes
+//! nothing.
 
 use rayon::prelude::*;
 
 use super::{CpuEpilogue, MatView};
 use crate::kernels::clamp::clamp;
-use crate::kernels::cpu::{DisjointSliceMut, acc_bytes, uninit};
+use crate::kernels::cpu::{DisjointSliceMut, acc_bytes, threads, uninit};
 use crate::kernels::lanes::LANES;
 use crate::kernels::{Elem, Real};
 use crate::vectorised;
@@ -18,10 +19,11 @@ pub(super) const MAX_ROWS: usize = 4;
 
 /// Weights below which one thread is faster than handing out work.
 const SERIAL_WEIGHTS: usize = 1 << 15;
-/// Weights per task at least.
+/// Weights per task at least, where the columns of `b` are contiguous.
 const TASK_WEIGHTS: usize = 1 << 14;
-/// Columns of a task where the rows of `b` are contiguous: 256 bytes of bf16, four cache lines of each row.
-const COLUMNS: usize = 128;
+/// Columns of a task at most, where the rows of `b` are contiguous. Their sums stay in the L1 cache; the longer the part
+/// of a row that is read, the better the hardware prefetches it.
+const COLUMNS: usize = 1024;
 /// Rows of the transposed `b` that are summed at once, so that additions do not wait for one another.
 const DOTS: usize = 4;
 /// Rows of `b` that are added at once, so that sums are loaded and stored a quarter as often.
@@ -63,8 +65,13 @@ pub(super) fn gemv<T: Elem, O: Elem<Acc = T::Acc>>(
     // A matrix of one row or column may be either; with one column the transpose is contiguous.
     let transposed = b.row_stride == 1 && (b.col_stride != 1 || n == 1);
     let columns = match transposed {
-        true => (TASK_WEIGHTS / k).next_multiple_of(DOTS).max(DOTS),
-        false => COLUMNS,
+        // A few tasks per thread, so that one that is late holds up little.
+        true => n.div_ceil(4 * threads()).max(TASK_WEIGHTS / k).next_multiple_of(DOTS).max(DOTS),
+        // As many tasks for each thread, all of the same size.
+        false => {
+            let tasks = threads() * n.div_ceil(threads() * COLUMNS);
+            n.div_ceil(tasks).next_multiple_of(LANES).min(COLUMNS)
+        }
     };
     let task = |index: usize| {
         let first = index * columns;
