@@ -9,6 +9,7 @@ mod eval;
 pub mod exit;
 mod export;
 pub mod fit;
+mod generate;
 mod init;
 pub mod plan;
 mod predict;
@@ -50,6 +51,7 @@ Examples:
   trainer eval RUN                         metrics of a trained model
   trainer predict RUN new.csv -o out.csv   predictions of a trained model
   trainer export RUN --format onnx -o DIR  a trained model for other tools
+  trainer generate RUN --prompt Once       text of a trained language model
   trainer fit job.toml --set train.epochs=20 --resume
 
 Exit codes:
@@ -152,6 +154,7 @@ pub enum Command {
     Eval(eval::EvalArgs),
     Predict(predict::PredictArgs),
     Export(export::ExportArgs),
+    Generate(generate::GenerateArgs),
     Probe(probe::ProbeArgs),
     Schema(schema::SchemaArgs),
     Init(init::InitArgs),
@@ -267,6 +270,7 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> Exit {
         Command::Eval(eval) => eval.run(common),
         Command::Predict(predict) => predict.run(common),
         Command::Export(export) => export.run(common),
+        Command::Generate(generate) => generate.run(common),
         Command::Probe(probe) => probe.run(common),
         Command::Schema(schema) => schema.run(),
         Command::Init(init) => init.run(),

@@ -6,6 +6,7 @@
 //! sequences beside it, but for the rounding of sums.
 
 mod chat;
+pub mod language_model;
 mod prompt;
 #[cfg(test)]
 mod published_models;

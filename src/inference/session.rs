@@ -316,6 +316,7 @@ impl Session {
             sample_info: tensors.sample_info.as_ref(),
             loss_scale: 1.0,
             tracked: None,
+            cache: None,
         };
         let exec = Executor { pass: Some(pass), spec, ledger, recompute_blocks: 0, offload: None };
         Ok(run(network, &exec, &tensors)?)
