@@ -237,7 +237,7 @@ impl Case {
             recompute_blocks: 0,
             offload: None,
         };
-        let logits = network.logits(&exec, &inputs).unwrap();
+        let logits = network.logits(&exec, Some(&inputs)).unwrap().unwrap();
         (inputs, lengths, logits)
     }
 
