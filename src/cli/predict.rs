@@ -8,12 +8,12 @@ use clap::{Args, ValueEnum};
 
 use super::eval::{ModelArgs, opening, sample_bar, session_options};
 use super::{CliError, CommonArgs, Exit, start_threads};
-use crate::data::table::{TableFileFormat, TableRows};
+use crate::data::table::TableRows;
 use crate::inference::predict::{InputRows, OutputFormat, PredictOptions, PredictSummary, predict};
 use crate::inference::trained_model::TrainedModel;
 use crate::job::{OnBadRecord, SourceConfig};
 use crate::train::datasets::inference::{Samples, TrainedOn};
-use crate::train::datasets::tables::csv_format;
+use crate::train::datasets::tables::TableSource;
 
 /// Predict with a trained model: one row out for each row in, in the order given
 #[derive(Clone, Debug, Args)]
@@ -154,13 +154,9 @@ impl PredictArgs {
 }
 
 fn table_rows(model: &TrainedModel, inputs: &[PathBuf]) -> anyhow::Result<TableRows> {
-    let format = match &model.job.data.source {
-        SourceConfig::Csv(s) => csv_format(s),
-        SourceConfig::Parquet(_) => TableFileFormat::Parquet,
-        _ => {
-            let hint = "images have the column `file`; leave `--with-inputs` out";
-            return Err(CliError::usage("`--with-inputs` is for tables", hint).into());
-        }
+    let Some(source) = TableSource::of(&model.job) else {
+        let hint = "images have the column `file`; leave `--with-inputs` out";
+        return Err(CliError::usage("`--with-inputs` is for tables", hint).into());
     };
-    Ok(TableRows::open(inputs, format).map_err(crate::train::Failure::from)?)
+    Ok(TableRows::open(inputs, source.format).map_err(crate::train::Failure::from)?)
 }

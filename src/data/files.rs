@@ -1,4 +1,5 @@
-//! Resolves file names and glob patterns, and reads plain, gzip and zstd files.
+//! Resolves file names and glob patterns, and reads plain and compressed files: gzip, zstd, bzip2, xz, and a zip file
+//! with one file in it.
 
 use std::{
     fs::File,
@@ -10,9 +11,10 @@ use std::{
     },
 };
 
-use flate2::read::MultiGzDecoder;
+use flate2::read::{DeflateDecoder, MultiGzDecoder};
 
 use super::DataError;
+use super::zip_entry::{ZipEntry, ZipMethod};
 use crate::base::regular_file;
 
 /// Compression of a file, detected from its magic bytes and not from its name.
@@ -21,7 +23,13 @@ pub enum FileCompression {
     Uncompressed,
     Gzip,
     Zstd,
+    Bzip2,
+    Xz,
+    Zip,
 }
+
+/// KiB that the decoder of an xz file may take: `xz -9` needs 64 MiB for its dictionary.
+const XZ_MEMORY_KIB: u32 = 80 << 10;
 
 /// Files matched by `patterns`, in the order of the patterns; the matches of a pattern such as `data/*.csv` are sorted
 /// by name. A name that exists is taken literally, whatever characters it contains.
@@ -64,12 +72,25 @@ pub fn open(file: &Path) -> Result<Box<dyn Read + Send>, DataError> {
 
 /// As [`open`]; adds the compressed bytes read from disk to `bytes_read`.
 pub fn open_counting(file: &Path, bytes_read: Arc<AtomicU64>) -> Result<Box<dyn Read + Send>, DataError> {
-    let (raw, compression, _) = open_raw(file)?;
+    let (mut raw, compression, _) = open_raw(file)?;
+    let entry = match compression {
+        FileCompression::Zip => Some(ZipEntry::locate(file, &mut raw)?),
+        _ => None,
+    };
     let raw = BufReader::with_capacity(1 << 16, CountingReader { raw, bytes_read });
     Ok(match compression {
         FileCompression::Uncompressed => Box::new(raw),
         FileCompression::Gzip => Box::new(MultiGzDecoder::new(raw)),
         FileCompression::Zstd => Box::new(zstd::Decoder::with_buffer(raw).map_err(DataError::io(file))?),
+        FileCompression::Bzip2 => Box::new(bzip2::bufread::MultiBzDecoder::new(raw)),
+        FileCompression::Xz => Box::new(lzma_rust2::XzReader::new_mem_limit(raw, true, XZ_MEMORY_KIB)),
+        FileCompression::Zip => match entry {
+            Some(ZipEntry { method: ZipMethod::Deflated, bytes }) => {
+                Box::new(DeflateDecoder::new(raw.take(bytes)))
+            }
+            Some(ZipEntry { method: ZipMethod::Stored, bytes }) => Box::new(raw.take(bytes)),
+            None => unreachable!("the entry of a zip file was located above"),
+        },
     })
 }
 
@@ -93,11 +114,14 @@ fn open_raw(file: &Path) -> Result<(File, FileCompression, u64), DataError> {
         return Err(DataError::EmptyFile { file: file.to_owned() });
     }
     let mut start = Vec::new();
-    raw.by_ref().take(4).read_to_end(&mut start).map_err(DataError::io(file))?;
+    raw.by_ref().take(6).read_to_end(&mut start).map_err(DataError::io(file))?;
     raw.rewind().map_err(DataError::io(file))?;
     let compression = match start[..] {
         [0x1f, 0x8b, ..] => FileCompression::Gzip,
-        [0x28, 0xb5, 0x2f, 0xfd] => FileCompression::Zstd,
+        [0x28, 0xb5, 0x2f, 0xfd, ..] => FileCompression::Zstd,
+        [b'B', b'Z', b'h', b'1'..=b'9', ..] => FileCompression::Bzip2,
+        [0xfd, b'7', b'z', b'X', b'Z', 0] => FileCompression::Xz,
+        [b'P', b'K', 3, 4, ..] => FileCompression::Zip,
         _ => FileCompression::Uncompressed,
     };
     Ok((raw, compression, length))
@@ -160,10 +184,13 @@ mod tests {
         let text = b"hello ".repeat(1000);
         let mut gzip = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
         gzip.write_all(&text).unwrap();
+        let mut bzip2 = bzip2::write::BzEncoder::new(Vec::new(), bzip2::Compression::fast());
+        bzip2.write_all(&text).unwrap();
         let packed = [
             (FileCompression::Uncompressed, text.clone()),
             (FileCompression::Gzip, gzip.finish().unwrap()),
             (FileCompression::Zstd, zstd::encode_all(&text[..], 1).unwrap()),
+            (FileCompression::Bzip2, bzip2.finish().unwrap()),
         ];
         for (kind, bytes) in packed {
             std::fs::write(&file, &bytes).unwrap();

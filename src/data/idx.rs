@@ -197,6 +197,9 @@ impl IdxArray {
             FileCompression::Gzip => file_bytes.saturating_mul(1032),
             // A block expands to at most 128 KiB and takes at least four bytes.
             FileCompression::Zstd => file_bytes.saturating_mul(1 << 15),
+            // A zip file is deflated; bzip2 and xz expand more than the others.
+            FileCompression::Zip => file_bytes.saturating_mul(1032),
+            FileCompression::Bzip2 | FileCompression::Xz => file_bytes.saturating_mul(1 << 26),
         };
         let declared = bytes.saturating_add(4 + 4 * dims.len() as u64);
         if declared > possible {

@@ -8,13 +8,12 @@ use super::session::{PassOutput, Session, SessionOptions};
 use super::trained_model::TrainedModel;
 use crate::base::features::TargetSpec;
 use crate::data::{BatchValues, Dataset, HostBatch};
-use crate::job::SourceConfig;
 use crate::kernels::cross_entropy::IGNORE_INDEX;
 use crate::layers::loss::MetricSums;
 use crate::metrics::classification::{ClassificationMetrics, ClassificationSums};
 use crate::metrics::regression::{RegressionMetrics, RegressionSums};
 use crate::train::Failure;
-use crate::train::datasets::tables::table_settings;
+use crate::train::datasets::tables::TableSource;
 
 /// Memory for scores; more go to a temporary file.
 const SCORE_BYTES: usize = 64 << 20;
@@ -122,17 +121,12 @@ fn score_error(source: std::io::Error) -> Failure {
 
 /// Name, mean and standard deviation of each regression target: what turns a prediction back into the target's units.
 pub fn target_scales(model: &TrainedModel, len: usize) -> Vec<(String, f64, f64)> {
-    let columns = match &model.job.data.source {
-        SourceConfig::Csv(s) => Some(&s.columns),
-        SourceConfig::Parquet(s) => Some(&s.columns),
-        _ => None,
-    };
-    match (&model.preprocessing.table, columns) {
-        (Some(schema), Some(columns)) => {
-            let settings = table_settings(columns, &model.job.data.loader);
+    match (&model.preprocessing.table, TableSource::of(&model.job)) {
+        (Some(schema), Some(source)) => {
             let names =
                 schema.columns.iter().filter(|column| column.target).map(|column| column.name.clone());
-            names.zip(schema.target_scales(&settings)).map(|(name, (mean, std))| (name, mean, std)).collect()
+            let scales = schema.target_scales(&source.settings);
+            names.zip(scales).map(|(name, (mean, std))| (name, mean, std)).collect()
         }
         _ => (0..len).map(|i| (format!("target {i}"), 0.0, 1.0)).collect(),
     }

@@ -9,8 +9,8 @@ use super::check::SpannedError;
 use super::error::{ErrorCode, JobError};
 use super::source_map::WHOLE_FILE;
 use super::{
-    AugmentConfig, BestMetric, CategoryEncoding, CsvConfig, Job, JsonlConfig, OptimizerConfig, ParquetConfig,
-    Precision, RunLength, SourceConfig,
+    AugmentConfig, BestMetric, CategoryEncoding, CsvConfig, Job, JsonConfig, JsonlConfig, OptimizerConfig,
+    ParquetConfig, Precision, RunLength, SourceConfig,
 };
 
 /// Every contradiction in `job`, reported where `tree` states it.
@@ -74,8 +74,9 @@ pub(super) fn contradictions(job: &Job, tree: &DeTable) -> Vec<SpannedError> {
             );
         }
     }
-    if let SourceConfig::Csv(CsvConfig { columns, .. }) | SourceConfig::Parquet(ParquetConfig { columns, .. }) =
-        &job.data.source
+    if let SourceConfig::Csv(CsvConfig { columns, .. })
+    | SourceConfig::Json(JsonConfig { columns, .. })
+    | SourceConfig::Parquet(ParquetConfig { columns, .. }) = &job.data.source
         && columns.encode == CategoryEncoding::Embed
         && !job.model.supports_embedding()
     {

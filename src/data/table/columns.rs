@@ -1,21 +1,21 @@
 //! Column selection and typing, and parsing of text cells.
 //!
-//! Types that are not declared are inferred from the first rows: a column is numeric if every value there is a number.
+//! Types that are not declared are inferred from the first rows: a column is numeric if every value there is a number,
+//! and a column of dates becomes a numeric column for each part of a date.
 
 use std::borrow::Cow;
-use std::collections::{BTreeSet, HashMap, HashSet};
+use std::collections::{HashMap, HashSet};
 use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
-use super::decimal::parse_decimal;
+use super::dates::{DateColumn, DatePart};
+use super::inference::ColumnInference;
+use super::notation::{DecimalMark, Notation};
+use super::text_encoding::TextEncoding;
 use super::{CellValue, TableSettings, TableTask};
 use crate::data::DataError;
 
-/// Rows that types are inferred from.
-pub const SAMPLE_ROWS: usize = 1000;
-/// An integer target is treated as classes if it has at most this many distinct values.
-const MAX_INTEGER_CLASSES: usize = 20;
 /// Column names listed in an error message.
 const MAX_SHOWN_NAMES: usize = 30;
 
@@ -27,6 +27,28 @@ pub struct Column {
     pub index: usize,
     pub kind: ColumnKind,
     pub target: bool,
+    /// How its numbers are written, if it is numeric.
+    pub notation: Notation,
+    /// Which value of a list it is.
+    pub element: Option<ListElement>,
+}
+
+/// A value of the lists of a column.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ListElement {
+    /// From 0.
+    pub at: usize,
+    /// Length of the lists.
+    pub of: usize,
+}
+
+/// The columns in use, and what to report about others.
+#[derive(Debug)]
+pub struct SelectedColumns {
+    /// Inputs in file order, then targets in the declared order.
+    pub columns: Vec<Column>,
+    /// (column, why it is no input) of columns that were left out without being asked to.
+    pub left_out: Vec<(String, String)>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -44,19 +66,17 @@ pub struct CellParser {
     /// First bytes of the missing-value markers; they rule out most cells with one lookup.
     missing_first_bytes: [bool; 256],
     trim: Vec<char>,
+    encoding: TextEncoding,
 }
 
 impl CellParser {
-    pub fn new(missing: &[String], trim: &str) -> Self {
+    pub fn new(missing: &[String], trim: &str, encoding: TextEncoding) -> Self {
         let mut first = [false; 256];
-        missing.iter().filter_map(|text| text.bytes().next()).for_each(|byte| first[byte as usize] = true);
         let numbers = missing.iter().filter_map(|text| text.parse().ok()).filter(|x: &f64| x.is_finite());
-        Self {
-            missing: missing.iter().map(|text| text.clone().into_bytes()).collect(),
-            missing_numbers: numbers.collect(),
-            missing_first_bytes: first,
-            trim: trim.chars().collect(),
-        }
+        let missing_numbers = numbers.collect();
+        let missing: Vec<Vec<u8>> = missing.iter().map(|text| encoding.encode(text)).collect();
+        missing.iter().filter_map(|text| text.first()).for_each(|byte| first[*byte as usize] = true);
+        Self { missing, missing_numbers, missing_first_bytes: first, trim: trim.chars().collect(), encoding }
     }
 
     #[inline]
@@ -73,13 +93,32 @@ impl CellParser {
 
     /// The cell as a finite number.
     #[inline]
-    pub fn number(&self, cell: CellValue<'_>) -> Option<f64> {
-        let number = match cell {
+    pub fn number(&self, cell: CellValue<'_>, notation: Notation) -> Option<f64> {
+        self.any_number(cell, notation).filter(|x| x.is_finite())
+    }
+
+    /// Whether the cell is a number, but not a finite one: `inf`, `NaN`, `1e400`.
+    #[cold]
+    pub fn is_not_finite(&self, cell: CellValue<'_>, notation: Notation) -> bool {
+        self.any_number(cell, notation).is_some_and(|x| !x.is_finite())
+    }
+
+    #[inline]
+    fn any_number(&self, cell: CellValue<'_>, notation: Notation) -> Option<f64> {
+        match cell {
             CellValue::Missing => None,
-            CellValue::Number(x) => Some(x),
-            CellValue::Text(text) => parse_decimal(text).or_else(|| parse_any_number(text)),
-        };
-        number.filter(|x| x.is_finite())
+            CellValue::Number(x) => notation.of_number(x),
+            CellValue::Text(text) => notation.parse(text),
+        }
+    }
+
+    /// Whether the text of a cell has the encoding of the file.
+    #[inline]
+    pub fn is_readable(&self, cell: CellValue<'_>) -> bool {
+        match cell {
+            CellValue::Text(text) => self.encoding == TextEncoding::Latin1 || str::from_utf8(text).is_ok(),
+            CellValue::Missing | CellValue::Number(_) => true,
+        }
     }
 
     /// The category name in a cell.
@@ -88,67 +127,12 @@ impl CellParser {
             CellValue::Missing => "".into(),
             CellValue::Number(x) => x.to_string().into(),
             CellValue::Text(text) => {
-                let text = String::from_utf8_lossy(text);
+                // A text that cannot be decoded is refused before it becomes a category.
+                let text = self.encoding.decode(text).unwrap_or_else(|| String::from_utf8_lossy(text));
                 let trimmed = text.trim_matches(&self.trim[..]);
                 if trimmed.len() == text.len() { text } else { trimmed.to_owned().into() }
             }
         }
-    }
-}
-
-/// Parses a number in any notation, surrounded by any whitespace.
-#[cold]
-fn parse_any_number(text: &[u8]) -> Option<f64> {
-    str::from_utf8(text).ok()?.trim().parse().ok()
-}
-
-/// What the first rows show about one column.
-#[derive(Clone, Debug, Default)]
-pub struct ColumnInference {
-    /// A value was not a number.
-    has_text: bool,
-    has_fraction: bool,
-    values: usize,
-    /// Whether distinct values are counted. Only the type of a target depends on them, and a table may have very many
-    /// columns.
-    counts_distinct: bool,
-    distinct: BTreeSet<String>,
-    /// Why its values cannot be used at all.
-    unsupported: Option<&'static str>,
-}
-
-impl ColumnInference {
-    /// For a column whose type the file declares.
-    pub fn declared(text: bool, unsupported: Option<&'static str>) -> Self {
-        Self { has_text: text, unsupported, ..Self::default() }
-    }
-
-    /// Also count distinct values.
-    pub fn count_distinct(&mut self) {
-        self.counts_distinct = true;
-    }
-
-    pub fn observe(&mut self, cell: CellValue<'_>, parser: &CellParser) {
-        if parser.is_missing(cell) {
-            return;
-        }
-        self.values += 1;
-        match (parser.number(cell), cell) {
-            (None, _) => self.has_text = true,
-            (Some(_), CellValue::Text(text)) => {
-                self.has_fraction |= !text.iter().all(|b| b.is_ascii_digit() || b"+-".contains(b))
-            }
-            (Some(x), _) => self.has_fraction |= x.fract() != 0.0,
-        }
-        if self.counts_distinct && self.distinct.len() <= MAX_INTEGER_CLASSES {
-            self.distinct.insert(parser.category(cell).into_owned());
-        }
-    }
-
-    /// Whether it looks like class labels: text, or a few repeated integers.
-    fn looks_categorical(&self) -> bool {
-        let few = self.distinct.len() <= MAX_INTEGER_CLASSES && 2 * self.distinct.len() <= self.values;
-        self.has_text || (!self.has_fraction && few)
     }
 }
 
@@ -158,7 +142,7 @@ pub fn select_columns(
     names: &[String],
     inferred: &[ColumnInference],
     settings: &TableSettings,
-) -> Result<Vec<Column>, DataError> {
+) -> Result<SelectedColumns, DataError> {
     let wrong = |problem: String, hint: &'static str| DataError::Table {
         file: file.to_owned(),
         place: String::new(),
@@ -201,19 +185,40 @@ pub fn select_columns(
             "remove it from one of them",
         ));
     }
+    let typing = ColumnTyping::new(file, names, inferred, settings);
     let kind = |i: usize| match names[i].as_str() {
         name if categorical.contains(name) => ColumnKind::Category,
         name if numeric.contains(name) => ColumnKind::Number,
+        _ if inferred[i].is_mostly_numbers() && settings.skip_bad => ColumnKind::Number,
         _ if inferred[i].has_text => ColumnKind::Category,
         _ => ColumnKind::Number,
     };
-    let used = |i: &usize| {
-        let name = names[*i].as_str();
-        (chosen.is_empty() || chosen.contains(name)) && !ignored.contains(name) && !target.contains(name)
-    };
-    let column = |index: usize, kind, target| Column { name: names[index].clone(), index, kind, target };
-    let mut columns: Vec<Column> =
-        (0..names.len()).filter(used).map(|at| column(at, kind(at), false)).collect();
+    let declared = |name: &str| categorical.contains(name) || numeric.contains(name);
+    let named = |name: &str| declared(name) || chosen.contains(name) || target.contains(name);
+    let mut left_out = Vec::new();
+    let mut columns = Vec::new();
+    for (i, name) in names.iter().enumerate() {
+        let used = (chosen.is_empty() || chosen.contains(name.as_str())) && !ignored.contains(name.as_str());
+        if !used || target.contains(name.as_str()) {
+            continue;
+        }
+        if inferred[i].is_index() && !named(name) {
+            left_out.push((
+                format!("column {name}"),
+                "has no name and no value twice: row numbers, not an input".into(),
+            ));
+            continue;
+        }
+        match kind(i) {
+            _ if inferred[i].list.is_some() => columns.extend(typing.list_elements(i, false)),
+            _ if !declared(name) && typing.is_date(i) => columns.extend(typing.date_parts(i)?),
+            ColumnKind::Category if !declared(name) => {
+                typing.check_text(i)?;
+                columns.push(typing.column(i, ColumnKind::Category, false)?);
+            }
+            kind => columns.push(typing.column(i, kind, false)?),
+        }
+    }
     if columns.is_empty() {
         return Err(wrong(
             format!("no column remains as input{}", suggest_column("", names)),
@@ -222,18 +227,21 @@ pub fn select_columns(
     }
     for name in &settings.target {
         let Some(&at) = places.get(name.as_str()) else { continue };
-        let declared = categorical.contains(name.as_str()) || numeric.contains(name.as_str());
         let kind = match settings.task {
             TableTask::Classification => ColumnKind::Category,
             TableTask::Regression => ColumnKind::Number,
-            TableTask::Auto if declared => kind(at),
+            TableTask::Auto if declared(name) => kind(at),
             TableTask::Auto if !settings.classes.is_empty() => ColumnKind::Category,
             TableTask::Auto if settings.target.len() == 1 && inferred[at].looks_categorical() => {
-                ColumnKind::Category
+                typing.check_text(at)?;
+                if inferred[at].has_text { kind(at) } else { ColumnKind::Category }
             }
             TableTask::Auto => ColumnKind::Number,
         };
-        columns.push(column(at, kind, true));
+        match inferred[at].list {
+            Some(_) => columns.extend(typing.list_elements(at, true)),
+            None => columns.push(typing.column(at, kind, true)?),
+        }
     }
     let targets = columns.iter().filter(|column| column.target);
     if settings.target.len() > 1 && targets.clone().any(|column| column.kind == ColumnKind::Category) {
@@ -250,7 +258,124 @@ pub fn select_columns(
             "add the column to `ignore`",
         ));
     }
-    Ok(columns)
+    Ok(SelectedColumns { columns, left_out })
+}
+
+/// Types columns by what the first rows show.
+struct ColumnTyping<'a> {
+    file: &'a Path,
+    names: &'a [String],
+    inferred: &'a [ColumnInference],
+    settings: &'a TableSettings,
+    /// The decimal mark that columns of the file require, if they agree.
+    file_mark: Option<DecimalMark>,
+}
+
+impl<'a> ColumnTyping<'a> {
+    fn new(
+        file: &'a Path,
+        names: &'a [String],
+        inferred: &'a [ColumnInference],
+        settings: &'a TableSettings,
+    ) -> Self {
+        let mut required = inferred.iter().filter_map(ColumnInference::required_mark);
+        let first = required.next();
+        let file_mark = first.filter(|first| required.all(|mark| mark == *first));
+        Self { file, names, inferred, settings, file_mark }
+    }
+
+    fn wrong(&self, i: usize, problem: String, hint: &'static str) -> DataError {
+        DataError::Table {
+            file: self.file.to_owned(),
+            place: format!("column `{}`", self.names[i]),
+            problem,
+            hint,
+        }
+    }
+
+    fn column(&self, i: usize, kind: ColumnKind, target: bool) -> Result<Column, DataError> {
+        let notation = match kind {
+            ColumnKind::Category => Notation::Plain,
+            ColumnKind::Number => self.inferred[i]
+                .notation
+                .notation(self.settings.decimal, self.file_mark)
+                .map_err(|problem| {
+                let (problem, hint) = self.inferred[i].describe_problem(problem);
+                self.wrong(i, problem, hint)
+            })?,
+        };
+        Ok(Column { name: self.names[i].clone(), index: i, kind, target, notation, element: None })
+    }
+
+    /// A numeric column for each value of the lists of column `i`.
+    fn list_elements(&self, i: usize, target: bool) -> impl Iterator<Item = Column> {
+        let of = self.inferred[i].list.unwrap_or(0);
+        (0..of).map(move |at| Column {
+            name: format!("{}.{at}", self.names[i]),
+            index: i,
+            kind: ColumnKind::Number,
+            target,
+            notation: Notation::Plain,
+            element: Some(ListElement { at, of }),
+        })
+    }
+
+    fn is_date(&self, i: usize) -> bool {
+        self.inferred[i].date_column(self.settings.dates).is_some()
+    }
+
+    /// A numeric column for each part of the dates of column `i`.
+    fn date_parts(&self, i: usize) -> Result<Vec<Column>, DataError> {
+        let seen = self.inferred[i].first_date.as_ref();
+        let (line, value) = seen.map_or((0, ""), |place| (place.line, place.value.as_str()));
+        match self.inferred[i].date_column(self.settings.dates) {
+            Some(DateColumn::Parts { order, parts }) => {
+                let column = |part| Column {
+                    name: format!("{}.{}", self.names[i], DatePart::name(part)),
+                    index: i,
+                    kind: ColumnKind::Number,
+                    target: false,
+                    notation: Notation::Date { order, part },
+                    element: None,
+                };
+                Ok(parts.into_iter().map(column).collect())
+            }
+            Some(DateColumn::Stamps(kind)) => {
+                let column = |part: &DatePart| Column {
+                    name: format!("{}.{}", self.names[i], part.name()),
+                    index: i,
+                    kind: ColumnKind::Number,
+                    target: false,
+                    notation: Notation::Stamp { part: *part },
+                    element: None,
+                };
+                Ok(kind.parts().iter().map(column).collect())
+            }
+            Some(DateColumn::Ambiguous) => Err(self.wrong(
+                i,
+                format!("the first number of `{value}` in line {line} may be the day or the month, and no date of the first rows decides"),
+                "set `dates` to \"day_first\" or \"month_first\"",
+            )),
+            Some(DateColumn::Mixed) => Err(self.wrong(
+                i,
+                "some dates have a month beyond 12 if the day comes first, and others if the month does".into(),
+                "write them alike, or add the column to `categorical` or `ignore`",
+            )),
+            None => Ok(Vec::new()),
+        }
+    }
+
+    /// Refuses a text among numbers, unless the column is declared.
+    fn check_text(&self, i: usize) -> Result<(), DataError> {
+        match &self.inferred[i].first_text {
+            Some(place) if self.inferred[i].is_mostly_numbers() && !self.settings.skip_bad => Err(self.wrong(
+                i,
+                format!("nearly all values are numbers, but `{}` in line {} is not", place.value, place.line),
+                "add the text to `missing`, or the column to `categorical` or `ignore`, or correct the value",
+            )),
+            _ => Ok(()),
+        }
+    }
 }
 
 /// Lists the columns and suggests the closest name.
@@ -278,21 +403,21 @@ mod tests {
         /// Every string parses to the same bits as in the standard library, or fails as it does there.
         #[test]
         fn numbers_are_read_exactly(text in "-?[0-9]{0,17}\\.?[0-9]{0,17}|[-+.e0-9 ]{0,8}", x: f64) {
-            let reading = CellParser::new(&[], "");
+            let reading = CellParser::new(&[], "", TextEncoding::Utf8);
             for text in [text, x.to_string(), format!("{x:.3}"), format!("{x:e}")] {
                 let expected = text.trim().parse().ok().filter(|x: &f64| x.is_finite()).map(f64::to_bits);
-                let number = reading.number(CellValue::Text(text.as_bytes()));
+                let number = reading.number(CellValue::Text(text.as_bytes()), Notation::Plain);
                 prop_assert_eq!(number.map(f64::to_bits), expected, "{}", text);
             }
         }
     }
 
     fn looks(columns: &[&[&str]]) -> Vec<ColumnInference> {
-        let reading = CellParser::new(&["".into(), "?".into()], "");
+        let reading = CellParser::new(&["".into(), "?".into()], "", TextEncoding::Utf8);
         let look = |cells: &&[&str]| {
             let mut look = ColumnInference::default();
             look.count_distinct();
-            cells.iter().for_each(|text| look.observe(CellValue::Text(text.as_bytes()), &reading));
+            cells.iter().for_each(|text| look.observe(CellValue::Text(text.as_bytes()), &reading, 1));
             look
         };
         columns.iter().map(look).collect()
@@ -304,7 +429,7 @@ mod tests {
         let columns =
             select_columns("a.csv".as_ref(), &names, &looks, &settings).map_err(|error| error.to_string())?;
         let show = |c: &Column| format!("{}{:?}{}", c.name, c.kind, if c.target { " target" } else { "" });
-        Ok(columns.iter().map(show).collect())
+        Ok(columns.columns.iter().map(show).collect())
     }
 
     fn target(names: &[&str]) -> TableSettings {
@@ -347,7 +472,7 @@ mod tests {
             ..target(&["column 0"])
         };
         let looks = vec![ColumnInference::default(); names.len()];
-        let columns = select_columns("a.csv".as_ref(), &names, &looks, &settings).unwrap();
+        let columns = select_columns("a.csv".as_ref(), &names, &looks, &settings).unwrap().columns;
         assert_eq!(columns.len(), names.len() - settings.ignore.len());
         assert!(columns.last().unwrap().target && columns[0].name == "column 2");
     }
@@ -382,15 +507,15 @@ mod tests {
 
     #[test]
     fn cells_are_understood_as_declared() {
-        let reading = CellParser::new(&["".into(), "-999".into(), "NA".into()], ".");
+        let reading = CellParser::new(&["".into(), "-999".into(), "NA".into()], ".", TextEncoding::Utf8);
         assert!(reading.is_missing(CellValue::Text(b"")) && reading.is_missing(CellValue::Text(b"-999")));
         assert!(
             reading.is_missing(CellValue::Number(-999.0)) && reading.is_missing(CellValue::Number(f64::NAN))
         );
         assert!(!reading.is_missing(CellValue::Text(b"-99")) && !reading.is_missing(CellValue::Text(b"N")));
-        assert_eq!(reading.number(CellValue::Text(b" 1e3 ")), Some(1000.0));
+        assert_eq!(reading.number(CellValue::Text(b" 1e3 "), Notation::Plain), Some(1000.0));
         for text in ["inf", "1e999", "nan", "", "x", "1,5"] {
-            assert_eq!(reading.number(CellValue::Text(text.as_bytes())), None, "{text}");
+            assert_eq!(reading.number(CellValue::Text(text.as_bytes()), Notation::Plain), None, "{text}");
         }
         assert_eq!(reading.category(CellValue::Text(b"<=50K.")), "<=50K");
         assert_eq!(reading.category(CellValue::Number(3.0)), "3");

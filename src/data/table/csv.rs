@@ -12,11 +12,13 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use super::columns::{CellParser, Column, ColumnInference, SAMPLE_ROWS};
+use super::columns::{CellParser, Column};
 use super::dialect::{Dialect, MAX_ROW_BYTES, RowEnds, RowFields};
 use super::encoding::{RowEncoder, TableSchema};
+use super::inference::{ColumnInference, SAMPLE_ROWS};
 use super::row_index::{self, RowBlock, RowIndex, RowScan};
-use super::rows::RowReader;
+use super::rows::{ColumnNames, RowReader};
+use super::text_encoding::TextEncoding;
 use super::{CellValue, RowCells, RowVisitor, TableReader};
 use crate::base::regular_file;
 use crate::data::cache::CacheKey;
@@ -25,6 +27,8 @@ use crate::data::{BatchRow, DataError, Dataset, DatasetContext, Features, Sample
 /// Header of a text file.
 pub struct CsvHeader {
     pub names: Vec<String>,
+    /// Columns without a name.
+    unnamed: Vec<usize>,
     /// Byte offset of the first data row.
     body_offset: u64,
 }
@@ -32,7 +36,7 @@ pub struct CsvHeader {
 impl CsvHeader {
     pub fn read(file: &Path, dialect: Dialect) -> Result<Self, DataError> {
         let mut reader = RowReader::open(file, dialect)?;
-        let names = reader.read_names()?;
+        let ColumnNames { names, unnamed } = reader.read_names()?;
         if let [only] = &names[..] {
             let others = [(',', "`,`"), (';', "`;`"), ('\t', "a tab"), ('|', "`|`"), (' ', "a space")];
             let other = others.into_iter().find(|(delimiter, _)| only.contains(*delimiter));
@@ -49,7 +53,7 @@ impl CsvHeader {
                 hint: "a table needs inputs and a target: check `delimiter` and `skip_lines`",
             });
         }
-        Ok(Self { names, body_offset: reader.offset })
+        Ok(Self { names, unnamed, body_offset: reader.offset })
     }
 
     /// Infers each column from the first rows of `file`.
@@ -66,15 +70,16 @@ impl CsvHeader {
         let targets: HashSet<&String> = targets.iter().collect();
         let of_targets = inferred.iter_mut().zip(&self.names).filter(|(_, name)| targets.contains(name));
         of_targets.for_each(|(look, _)| look.count_distinct());
+        self.unnamed.iter().for_each(|i| inferred[*i].watch_for_index());
         reader.read_names()?;
         let mut fields = RowFields::default();
         for _ in 0..SAMPLE_ROWS {
-            let Some((_, row)) = reader.next()? else { break };
-            fields.split(row, dialect.delimiter);
+            let Some((line, row)) = reader.next()? else { break };
+            fields.split(row, dialect);
             // A row with the wrong number of columns is reported when it is read.
             if fields.len() == inferred.len() {
                 let cells = (0..fields.len()).map(|i| CellValue::Text(fields.get(row, i)));
-                inferred.iter_mut().zip(cells).for_each(|(look, cell)| look.observe(cell, parser));
+                inferred.iter_mut().zip(cells).for_each(|(look, cell)| look.observe(cell, parser, line));
             }
         }
         Ok(inferred)
@@ -87,6 +92,7 @@ pub struct CsvRow<'a> {
     fields: &'a RowFields,
     columns: &'a [Column],
     file: &'a Path,
+    encoding: TextEncoding,
     /// Computes the line number, from 1. Expensive: called for errors only.
     line: &'a dyn Fn() -> u64,
 }
@@ -101,7 +107,7 @@ impl<'a> CsvRow<'a> {
         file: &'a Path,
         line: &'a dyn Fn() -> u64,
     ) -> Result<Self, DataError> {
-        fields.split(row, dialect.delimiter);
+        fields.split(row, dialect);
         if fields.len() != width {
             let found = fields.len();
             return Err(DataError::Record {
@@ -110,7 +116,14 @@ impl<'a> CsvRow<'a> {
                 problem: format!("expected {width} fields, got {found}"),
             });
         }
-        Ok(Self { row, fields, columns, file, line })
+        Ok(Self { row, fields, columns, file, encoding: dialect.encoding, line })
+    }
+}
+
+fn display_field(field: &[u8], encoding: TextEncoding) -> String {
+    match encoding.decode(field) {
+        Some(text) => super::display_value(text.as_bytes()),
+        None => super::display_value(field),
     }
 }
 
@@ -125,7 +138,7 @@ impl RowCells for CsvRow<'_> {
             file: self.file.to_owned(),
             line: (self.line)(),
             column: column.name.clone(),
-            value: super::display_value(self.fields.get(self.row, column.index)),
+            value: display_field(self.fields.get(self.row, column.index), self.encoding),
             expected,
         }
     }
@@ -255,10 +268,7 @@ fn load_row_index(
     if let Some(index) = kept.and_then(|bytes| RowIndex::from_bytes(&bytes)) {
         return Ok(index);
     }
-    let index = RowIndex::build(
-        &RowScan { path, file, body_offset: from, delimiter: dialect.delimiter },
-        &*ctx.observer,
-    )?;
+    let index = RowIndex::build(&RowScan { path, file, body_offset: from, dialect }, &*ctx.observer)?;
     let bytes = index.to_bytes();
     drop(
         ctx.cache.get_or_create("csv-rows", cache_key, |out| {
@@ -270,7 +280,7 @@ fn load_row_index(
 
 /// End of the row that starts at `at`, or the end of the text.
 fn row_end(text: &[u8], at: usize, dialect: Dialect) -> usize {
-    RowEnds::new(&text[at..], false, dialect.delimiter).next().map_or(text.len(), |length| at + length)
+    RowEnds::new(&text[at..], false, dialect).next().map_or(text.len(), |length| at + length)
 }
 
 impl TableReader for CsvTable {
@@ -294,7 +304,7 @@ impl TableReader for CsvTable {
         let (mut at, mut row) = (0, block.first_row);
         while at < text.len() {
             let end = row_end(&text, at, self.dialect);
-            if !self.dialect.delimiter.is_blank_line(&text[at..end]) {
+            if !self.dialect.skips_line(&text[at..end]) {
                 let line = || file.line_number(block.start + at as u64);
                 let form = (self.dialect, self.width);
                 let cells = CsvRow::new(&text[at..end], &mut fields, form, columns, &file.path, &line);
@@ -364,7 +374,7 @@ impl Dataset for CsvDataset {
                 }
                 buffer.next_row_offset = row_end(&buffer.text, at, dialect);
                 let row = &buffer.text[at..buffer.next_row_offset];
-                if dialect.delimiter.is_blank_line(row) {
+                if dialect.skips_line(row) {
                     continue;
                 }
                 buffer.next_row += 1;

@@ -4,14 +4,17 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use super::columns::{self, CellParser, Column, ColumnInference, ColumnKind};
+use super::columns::{self, CellParser, Column, ColumnKind};
 use super::compressed_csv::{CompressedCsv, CompressedCsvDataset};
 use super::csv::{CsvDataset, CsvHeader, CsvTable};
 use super::dialect::Dialect;
+use super::dialect_detection::DialectSettings;
 use super::encoding::{RowEncoder, TableSchema};
+use super::inference::ColumnInference;
 use super::parquet::{ParquetDataset, ParquetFiles};
 use super::statistics::{StatisticsPass, TableStatistics};
-use super::{MissingPolicy, TableReader, TableSettings};
+use super::text_encoding::TextEncoding;
+use super::{MissingPolicy, TableReader, TableSettings, parquet_partitions};
 use crate::data::cache::CacheKey;
 use crate::data::files::{self, FileCompression};
 use crate::data::split::{self, SplitPlan};
@@ -30,8 +33,43 @@ pub struct TableFiles {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TableFileFormat {
+    Csv(DialectSettings),
+    Json,
+    Parquet,
+}
+
+impl TableFileFormat {
+    /// The files that names and patterns stand for.
+    pub fn resolve(self, patterns: &[PathBuf]) -> Result<Vec<PathBuf>, DataError> {
+        match self {
+            Self::Parquet => parquet_partitions::resolve_files(patterns),
+            Self::Csv(_) | Self::Json => files::resolve_patterns(patterns),
+        }
+    }
+}
+
+/// A format whose dialect is known.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum OpenFormat {
     Csv(Dialect),
     Parquet,
+}
+
+impl OpenFormat {
+    pub fn detect(format: TableFileFormat, first: &Path) -> Result<Self, DataError> {
+        Ok(match format {
+            TableFileFormat::Csv(settings) => Self::Csv(settings.detect(first)?),
+            TableFileFormat::Json => Self::Csv(Dialect::json()),
+            TableFileFormat::Parquet => Self::Parquet,
+        })
+    }
+
+    fn encoding(self) -> TextEncoding {
+        match self {
+            Self::Csv(dialect) => dialect.encoding,
+            Self::Parquet => TextEncoding::Utf8,
+        }
+    }
 }
 
 /// A training or validation set.
@@ -44,23 +82,26 @@ pub fn open(
     settings: &TableSettings,
     ctx: &DatasetContext,
 ) -> Result<(DatasetRef, DatasetRef), DataError> {
-    let paths = files::resolve_patterns(&files.train)?;
+    let resolve = |patterns: &[PathBuf]| format.resolve(patterns);
+    let paths = resolve(&files.train)?;
+    let format = OpenFormat::detect(format, &paths[0])?;
     let mut train = OpenedTable::open(&paths, format, ctx)?;
-    let parser = CellParser::new(&settings.missing, &settings.trim);
-    let columns = columns::select_columns(
+    let parser = CellParser::new(&settings.missing, &settings.trim, format.encoding());
+    let selected = columns::select_columns(
         &paths[0],
         &train.names,
         &train.infer_columns(&paths[0], format, &parser, settings, ctx)?,
         settings,
     )?;
-    train.measure_readers(&columns, ctx)?;
+    let columns = &selected.columns[..];
+    train.measure_readers(columns, ctx)?;
     let valid = match &files.valid[..] {
         [] => None,
         patterns => {
-            let valid_paths = files::resolve_patterns(patterns)?;
+            let valid_paths = resolve(patterns)?;
             let mut valid = OpenedTable::open(&valid_paths, format, ctx)?;
             check_same_columns(&paths[0], &train.names, &valid_paths[0], &valid.names)?;
-            valid.measure_readers(&columns, ctx)?;
+            valid.measure_readers(columns, ctx)?;
             Some(valid)
         }
     };
@@ -68,10 +109,10 @@ pub fn open(
         None => Some(SplitPlan::new(train.reader().rows(), files.valid_fraction, ctx.seed)?),
         Some(_) => None,
     };
-    let statistics = if needs_statistics(settings, &columns) {
+    let statistics = if needs_statistics(settings, columns) {
         let pass = StatisticsPass {
             file: &paths[0],
-            columns: &columns,
+            columns,
             parser: &parser,
             settings,
             split_plan,
@@ -81,8 +122,8 @@ pub fn open(
     } else {
         None
     };
-    let schema = TableSchema { columns, statistics };
-    let encoder = Arc::new(RowEncoder::new(&paths[0], schema, parser, settings)?);
+    let schema = TableSchema::new(selected.columns, &train.names, statistics);
+    let encoder = Arc::new(RowEncoder::new(&paths[0], schema, &selected.left_out, parser, settings)?);
     // The class counts cover the training rows. They are those of the whole file only if validation has its own files.
     let balance = encoder.class_counts.clone().filter(|_| valid.is_some());
     let train = train.into_dataset(&encoder, balance, Some(ctx.shuffle_buffer));
@@ -103,12 +144,13 @@ pub fn open_with_schema(
     schema: &TableSchema,
     ctx: &DatasetContext,
 ) -> Result<DatasetRef, DataError> {
-    let paths = files::resolve_patterns(files)?;
+    let paths = format.resolve(files)?;
+    let format = OpenFormat::detect(format, &paths[0])?;
     let mut table = OpenedTable::open(&paths, format, ctx)?;
     let schema = schema.located(&paths[0], &table.names)?;
     table.measure_readers(&schema.columns, ctx)?;
-    let parser = CellParser::new(&settings.missing, &settings.trim);
-    let encoder = Arc::new(RowEncoder::new(&paths[0], schema, parser, settings)?);
+    let parser = CellParser::new(&settings.missing, &settings.trim, format.encoding());
+    let encoder = Arc::new(RowEncoder::new(&paths[0], schema, &[], parser, settings)?);
     Ok(table.into_dataset(&encoder, None, None))
 }
 
@@ -127,7 +169,7 @@ fn needs_statistics(settings: &TableSettings, columns: &[Column]) -> bool {
 fn load_statistics(
     pass: &StatisticsPass<'_>,
     paths: &[PathBuf],
-    format: TableFileFormat,
+    format: OpenFormat,
     reader: &dyn TableReader,
     ctx: &DatasetContext,
 ) -> Result<TableStatistics, DataError> {
@@ -195,17 +237,17 @@ enum TableBackend {
 }
 
 impl OpenedTable {
-    fn open(paths: &[PathBuf], format: TableFileFormat, ctx: &DatasetContext) -> Result<Self, DataError> {
+    fn open(paths: &[PathBuf], format: OpenFormat, ctx: &DatasetContext) -> Result<Self, DataError> {
         let table = match format {
-            TableFileFormat::Parquet => {
+            OpenFormat::Parquet => {
                 let parquet = ParquetFiles::open(paths, ctx)?;
                 Self { names: parquet.names.clone(), backend: TableBackend::Parquet(parquet) }
             }
-            TableFileFormat::Csv(dialect) => Self::csv(paths, dialect, ctx)?,
+            OpenFormat::Csv(dialect) => Self::csv(paths, dialect, ctx)?,
         };
         if table.reader().rows() == 0 {
             let why = match format {
-                TableFileFormat::Csv(Dialect { header: true, .. }) => "it has a header but no rows",
+                OpenFormat::Csv(Dialect { header: true, .. }) => "it has a header but no rows",
                 _ => "it has no rows",
             };
             return Err(DataError::NoSamples { set: format!("`{}`", paths[0].display()), why: why.into() });
@@ -221,7 +263,7 @@ impl OpenedTable {
             if let Some(first) = headers.first() {
                 check_same_columns(&paths[0], &first.names, path, &head.names)?;
             }
-            packed |= files::compression(path)?.0 != FileCompression::Uncompressed;
+            packed |= files::compression(path)?.0 != FileCompression::Uncompressed || dialect.is_sequential();
             headers.push(head);
         }
         let names = headers[0].names.clone();
@@ -254,7 +296,7 @@ impl OpenedTable {
     fn infer_columns(
         &self,
         first: &Path,
-        format: TableFileFormat,
+        format: OpenFormat,
         parser: &CellParser,
         settings: &TableSettings,
         ctx: &DatasetContext,
@@ -262,10 +304,10 @@ impl OpenedTable {
         match (&self.backend, format) {
             (
                 TableBackend::Csv { header: head, .. } | TableBackend::CompressedCsv { header: head, .. },
-                TableFileFormat::Csv(dialect),
+                OpenFormat::Csv(dialect),
             ) => head.infer_columns(first, dialect, parser, &settings.target),
             (TableBackend::Parquet(parquet), _) => parquet.infer_columns(parser, &settings.target, ctx),
-            (_, TableFileFormat::Parquet) => unreachable!("the backend matches its format"),
+            (_, OpenFormat::Parquet) => unreachable!("the backend matches its format"),
         }
     }
 

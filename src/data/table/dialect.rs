@@ -1,10 +1,12 @@
 //! CSV dialect: where rows end, and how a row splits into fields.
 //!
 //! A row ends with a line feed outside of quotes; a carriage return before it is dropped. A field is quoted if its
-//! first non-space character is `"`; `""` inside quotes stands for one quote. Elsewhere `"` is an ordinary character.
-//! Spaces around unquoted fields are ignored. Blank lines are not rows.
+//! first non-space character is the quote; a doubled quote inside quotes stands for one. Elsewhere the quote is an
+//! ordinary character. Spaces around unquoted fields are ignored. Blank lines and comments are not rows.
 
 use memchr::{memchr, memchr2};
+
+use super::text_encoding::TextEncoding;
 
 /// Maximum bytes of a row; a longer row is taken for an unterminated quote.
 pub const MAX_ROW_BYTES: usize = 16 << 20;
@@ -17,6 +19,22 @@ pub struct Dialect {
     pub header: bool,
     /// Lines to skip before the first row or header.
     pub skip_lines: u64,
+    /// The character around quoted fields.
+    pub quote: u8,
+    /// The first character of lines that are not rows.
+    pub comment: Option<u8>,
+    pub encoding: TextEncoding,
+    pub rows: RowFormat,
+}
+
+/// What a row is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum RowFormat {
+    /// Fields between delimiters.
+    #[default]
+    Delimited,
+    /// A JSON object, read as a row of quoted fields.
+    Json,
 }
 
 /// The field delimiter.
@@ -29,7 +47,35 @@ pub enum FieldDelimiter {
 
 impl Default for Dialect {
     fn default() -> Self {
-        Self { delimiter: FieldDelimiter::Byte(b','), header: true, skip_lines: 0 }
+        Self {
+            delimiter: FieldDelimiter::Byte(b','),
+            header: true,
+            skip_lines: 0,
+            quote: b'"',
+            comment: None,
+            encoding: TextEncoding::Utf8,
+            rows: RowFormat::Delimited,
+        }
+    }
+}
+
+impl Dialect {
+    /// The dialect of the rows that JSON records become.
+    pub fn json() -> Self {
+        Self { header: false, rows: RowFormat::Json, ..Self::default() }
+    }
+
+    /// Whether a file of this dialect can only be read from its beginning, however it is stored.
+    pub fn is_sequential(self) -> bool {
+        self.rows == RowFormat::Json || matches!(self.encoding, TextEncoding::Utf16 { .. })
+    }
+
+    /// Whether the line is blank or a comment.
+    pub fn skips_line(self, line: &[u8]) -> bool {
+        match line.first() {
+            Some(first) if self.comment == Some(*first) => true,
+            _ => self.delimiter.is_blank_line(line),
+        }
     }
 }
 
@@ -47,7 +93,7 @@ impl FieldDelimiter {
     }
 
     /// Whether the line is blank.
-    pub fn is_blank_line(self, line: &[u8]) -> bool {
+    fn is_blank_line(self, line: &[u8]) -> bool {
         let nothing = |byte: &u8| matches!(byte, b' ' | b'\r' | b'\n') || *byte == b'\t';
         match self {
             Self::Byte(b'\t') => line.iter().all(|byte| nothing(byte) && *byte != b'\t'),
@@ -62,19 +108,21 @@ pub struct RowEnds<'a> {
     text: &'a [u8],
     position: usize,
     pub quoted: bool,
-    delimiter: FieldDelimiter,
+    /// Whether a line starts at `position`, outside of quotes.
+    at_line: bool,
+    dialect: Dialect,
 }
 
 impl<'a> RowEnds<'a> {
     /// `text` starts with a row or, with `quoted`, inside quotes right after a line feed.
-    pub fn new(text: &'a [u8], quoted: bool, delimiter: FieldDelimiter) -> Self {
-        Self { text, position: 0, quoted, delimiter }
+    pub fn new(text: &'a [u8], quoted: bool, dialect: Dialect) -> Self {
+        Self { text, position: 0, quoted, at_line: !quoted, dialect }
     }
 
     /// Whether the quote at `at`, outside of quotes, opens a quoted field.
     fn opens_quote(&self, at: usize) -> bool {
-        let before = self.text[..at].iter().rev().find(|byte| !self.delimiter.is_padding(**byte));
-        before.is_none_or(|byte| *byte == b'\n' || self.delimiter.matches(*byte))
+        let before = self.text[..at].iter().rev().find(|byte| !self.dialect.delimiter.is_padding(**byte));
+        before.is_none_or(|byte| *byte == b'\n' || self.dialect.delimiter.matches(*byte))
     }
 }
 
@@ -82,31 +130,37 @@ impl Iterator for RowEnds<'_> {
     type Item = usize;
 
     fn next(&mut self) -> Option<usize> {
+        let quote = self.dialect.quote;
         loop {
             let rest = &self.text[self.position..];
             if self.quoted {
-                let Some(quote) = memchr(b'"', rest) else {
+                let Some(found) = memchr(quote, rest) else {
                     self.position = self.text.len();
                     return None;
                 };
-                self.position += quote + 1;
-                if self.text.get(self.position) == Some(&b'"') {
+                self.position += found + 1;
+                if self.text.get(self.position) == Some(&quote) {
                     self.position += 1;
                 } else {
                     self.quoted = false;
                 }
-            } else {
-                let Some(found) = memchr2(b'"', b'\n', rest) else {
-                    self.position = self.text.len();
-                    return None;
-                };
-                let at = self.position + found;
-                self.position = at + 1;
-                if self.text[at] == b'\n' {
-                    return Some(self.position);
-                }
-                self.quoted = self.opens_quote(at);
+                continue;
             }
+            // Quotes in a comment have no meaning.
+            let comment = std::mem::take(&mut self.at_line)
+                && self.dialect.comment.is_some_and(|comment| rest.first() == Some(&comment));
+            let found = if comment { memchr(b'\n', rest) } else { memchr2(quote, b'\n', rest) };
+            let Some(found) = found else {
+                self.position = self.text.len();
+                return None;
+            };
+            let at = self.position + found;
+            self.position = at + 1;
+            if self.text[at] == b'\n' {
+                self.at_line = true;
+                return Some(self.position);
+            }
+            self.quoted = self.opens_quote(at);
         }
     }
 }
@@ -117,6 +171,8 @@ pub struct RowFields {
     /// Location of each field: in the row, or in `unquoted` if quotes had to be removed.
     spans: Vec<(FieldBuffer, u32, u32)>,
     unquoted: Vec<u8>,
+    /// Quoted fields whose closing quote is missing or not the end of the field.
+    loose_quotes: usize,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -137,14 +193,22 @@ impl RowFields {
         &text[start as usize..end as usize]
     }
 
+    /// Number of quoted fields, and how many of them do not end with their closing quote.
+    pub fn quotes(&self) -> (usize, usize) {
+        let quoted = self.spans.iter().filter(|(buffer, ..)| *buffer == FieldBuffer::Unquoted).count();
+        (quoted, self.loose_quotes)
+    }
+
     /// Splits `row`, at most [`MAX_ROW_BYTES`] bytes, with or without its line break.
-    pub fn split(&mut self, row: &[u8], delimiter: FieldDelimiter) {
+    pub fn split(&mut self, row: &[u8], dialect: Dialect) {
+        let Dialect { delimiter, quote, .. } = dialect;
         self.spans.clear();
         self.unquoted.clear();
+        self.loose_quotes = 0;
         let row = row.strip_suffix(b"\n").unwrap_or(row);
         let row = row.strip_suffix(b"\r").unwrap_or(row);
         match delimiter {
-            FieldDelimiter::Byte(byte) if memchr(b'"', row).is_none() => {
+            FieldDelimiter::Byte(byte) if memchr(quote, row).is_none() => {
                 let mut start = 0;
                 for (piece, from) in row.chunks(MASK_BYTES).zip((0..).step_by(MASK_BYTES)) {
                     let mut mask = byte_mask(byte, piece);
@@ -157,7 +221,7 @@ impl RowFields {
                 }
                 self.push(row, start, row.len(), delimiter);
             }
-            _ => self.split_quoted(row, delimiter),
+            _ => self.split_quoted(row, delimiter, quote),
         }
     }
 
@@ -173,7 +237,7 @@ impl RowFields {
         self.spans.push((FieldBuffer::Row, start as u32, end as u32));
     }
 
-    fn split_quoted(&mut self, row: &[u8], delimiter: FieldDelimiter) {
+    fn split_quoted(&mut self, row: &[u8], delimiter: FieldDelimiter, quote: u8) {
         let mut at = 0;
         loop {
             let skip = |byte: &u8| {
@@ -187,11 +251,12 @@ impl RowFields {
             let end_of = |from: usize| {
                 row[from..].iter().position(|byte| delimiter.matches(*byte)).map_or(row.len(), |i| from + i)
             };
-            if row.get(start) == Some(&b'"') {
-                let closed = self.unquote(row, start + 1);
+            if row.get(start) == Some(&quote) {
+                let closed = self.unquote(row, start + 1, quote);
                 at = end_of(closed);
                 // Text after the closing quote belongs to the field, as in spreadsheets.
                 let rest = row[closed..at].trim_ascii();
+                self.loose_quotes += usize::from(!rest.is_empty());
                 if !rest.is_empty()
                     && let Some(field) = self.spans.last_mut()
                 {
@@ -211,17 +276,18 @@ impl RowFields {
     }
 
     /// Adds the quoted field whose text starts at `from`; returns the offset after its closing quote.
-    fn unquote(&mut self, row: &[u8], mut from: usize) -> usize {
+    fn unquote(&mut self, row: &[u8], mut from: usize, quote: u8) -> usize {
         let start = self.unquoted.len();
         loop {
-            let quote = memchr(b'"', &row[from..]).map_or(row.len(), |i| from + i);
-            self.unquoted.extend_from_slice(&row[from..quote]);
-            if row.get(quote + 1) != Some(&b'"') {
+            let end = memchr(quote, &row[from..]).map_or(row.len(), |i| from + i);
+            self.unquoted.extend_from_slice(&row[from..end]);
+            if row.get(end + 1) != Some(&quote) {
+                self.loose_quotes += usize::from(end == row.len());
                 self.spans.push((FieldBuffer::Unquoted, start as u32, self.unquoted.len() as u32));
-                return (quote + 1).min(row.len());
+                return (end + 1).min(row.len());
             }
-            self.unquoted.push(b'"');
-            from = quote + 2;
+            self.unquoted.push(quote);
+            from = end + 2;
         }
     }
 }
@@ -263,9 +329,13 @@ mod tests {
 
     const COMMA: FieldDelimiter = FieldDelimiter::Byte(b',');
 
+    fn by(delimiter: FieldDelimiter) -> Dialect {
+        Dialect { delimiter, ..Dialect::default() }
+    }
+
     fn split(row: &str, delimiter: FieldDelimiter) -> Vec<String> {
         let mut fields = RowFields::default();
-        fields.split(row.as_bytes(), delimiter);
+        fields.split(row.as_bytes(), by(delimiter));
         (0..fields.len())
             .map(|i| String::from_utf8_lossy(fields.get(row.as_bytes(), i)).into_owned())
             .collect()
@@ -273,7 +343,7 @@ mod tests {
 
     fn rows(text: &str) -> Vec<&str> {
         let mut start = 0;
-        let ends = RowEnds::new(text.as_bytes(), false, COMMA).chain([text.len()]);
+        let ends = RowEnds::new(text.as_bytes(), false, by(COMMA)).chain([text.len()]);
         ends.map(|end| &text[std::mem::replace(&mut start, end)..end]).filter(|row| !row.is_empty()).collect()
     }
 
@@ -293,13 +363,30 @@ mod tests {
     fn rows_end_outside_of_quotes() {
         assert_eq!(rows("a,\"b\nc\"\nd,e\"\nf"), ["a,\"b\nc\"\n", "d,e\"\n", "f"]);
         assert_eq!(rows("a, \"b\n\"\"\n\"\n\"c\""), ["a, \"b\n\"\"\n\"\n", "\"c\""]);
-        let mut open = RowEnds::new(b"a,\"b\nc\n", false, COMMA);
+        let mut open = RowEnds::new(b"a,\"b\nc\n", false, by(COMMA));
         assert!(open.next().is_none() && open.quoted);
-        let mut inside = RowEnds::new(b"b\"\nc\n", true, COMMA);
+        let mut inside = RowEnds::new(b"b\"\nc\n", true, by(COMMA));
         assert_eq!(
             (inside.next(), inside.next(), inside.next(), inside.quoted),
             (Some(3), Some(5), None, false)
         );
+    }
+
+    #[test]
+    fn comments_and_single_quotes_are_a_dialect() {
+        let dialect = Dialect { comment: Some(b'#'), quote: b'\'', ..Dialect::default() };
+        let text = b"# it's, 'a\na,'b\n#c'\n#'\n";
+        assert_eq!(RowEnds::new(text, false, dialect).collect::<Vec<_>>(), [11, 20, 23]);
+        assert!(dialect.skips_line(b"# it's") && !dialect.skips_line(b"a,'b"));
+        let row = b"'it''s, a', b";
+        let mut fields = RowFields::default();
+        fields.split(row, dialect);
+        assert_eq!(
+            (fields.get(row, 0), fields.get(row, 1), fields.quotes()),
+            (&b"it's, a"[..], &b"b"[..], (1, 0))
+        );
+        fields.split(b"'tis,b", dialect);
+        assert_eq!(fields.quotes(), (1, 1));
     }
 
     #[test]
@@ -317,7 +404,7 @@ mod tests {
         #[test]
         fn another_parser_agrees(text in "[ab\",\n]{0,40}") {
             // An unterminated quote is refused here.
-            let mut breaks = RowEnds::new(text.as_bytes(), false, COMMA);
+            let mut breaks = RowEnds::new(text.as_bytes(), false, by(COMMA));
             breaks.by_ref().for_each(drop);
             prop_assume!(!breaks.quoted);
             let mut parser = csv_core::ReaderBuilder::new().terminator(csv_core::Terminator::Any(b'\n')).build();
@@ -358,11 +445,11 @@ mod tests {
             let byte = FieldDelimiter::Byte;
             let delimiter = [COMMA, FieldDelimiter::Whitespace, byte(b'\t'), byte(b';')][kind as usize];
             let mut fields = RowFields::default();
-            fields.split(&row, delimiter);
+            fields.split(&row, by(delimiter));
             prop_assert!(fields.len() > 0);
             let total: usize = (0..fields.len()).map(|i| fields.get(&row, i).len()).sum();
             prop_assert!(total <= row.len());
-            for end in RowEnds::new(&row, kind % 2 == 0, delimiter) {
+            for end in RowEnds::new(&row, kind % 2 == 0, by(delimiter)) {
                 prop_assert_eq!(row[end - 1], b'\n');
             }
         }

@@ -20,6 +20,9 @@ pub const MISSING: f64 = f64::from_bits(0x7ff8_0000_0000_0001);
 /// Code of a value that the column cannot have.
 pub const INVALID: f64 = f64::from_bits(0x7ff8_0000_0000_0002);
 
+/// Code of a text that is not in the encoding of the file.
+pub const UNREADABLE: f64 = f64::from_bits(0x7ff8_0000_0000_0003);
+
 /// Columns that are described individually; the rest is summarized.
 const MAX_DESCRIBED_COLUMNS: usize = 40;
 
@@ -28,17 +31,26 @@ const MAX_DESCRIBED_COLUMNS: usize = 40;
 pub struct TableSchema {
     /// Inputs, then targets.
     pub columns: Vec<Column>,
+    /// Column of the file that each of them is read from: a date is several columns.
+    sources: Vec<String>,
     /// Those of `columns`; `None` if none were needed.
     pub statistics: Option<TableStatistics>,
 }
 
 impl TableSchema {
+    /// `names` are those of all columns of the file.
+    pub fn new(columns: Vec<Column>, names: &[String], statistics: Option<TableStatistics>) -> Self {
+        let source = |column: &Column| names.get(column.index).unwrap_or(&column.name).clone();
+        Self { sources: columns.iter().map(source).collect(), columns, statistics }
+    }
+
     /// The schema of the inputs alone, for rows without a target.
     pub fn inputs(&self) -> Self {
         let is_input = |i: &usize| !self.columns[*i].target;
         let kept = || (0..self.columns.len()).filter(is_input);
         Self {
             columns: kept().map(|i| self.columns[i].clone()).collect(),
+            sources: kept().map(|i| self.sources[i].clone()).collect(),
             statistics: self.statistics.as_ref().map(|statistics| TableStatistics {
                 columns: kept().map(|i| statistics.columns[i].clone()).collect(),
                 ..statistics.clone()
@@ -49,21 +61,20 @@ impl TableSchema {
     /// The same schema for a file with other columns around these, or in another order.
     pub fn located(&self, file: &Path, names: &[String]) -> Result<Self, DataError> {
         let places: HashMap<&str, usize> = names.iter().map(String::as_str).zip(0..).collect();
-        let locate = |column: &Column| match places.get(column.name.as_str()) {
+        let locate = |(column, source): (&Column, &String)| match places.get(source.as_str()) {
             Some(&index) => Ok(Column { index, ..column.clone() }),
             None => Err(DataError::Table {
                 file: file.to_owned(),
                 place: String::new(),
                 problem: format!(
-                    "it has no column `{}`{}",
-                    column.name,
-                    super::columns::suggest_column(&column.name, names)
+                    "it has no column `{source}`{}",
+                    super::columns::suggest_column(source, names)
                 ),
                 hint: "the model was trained with this column: the file must have all of its input columns",
             }),
         };
-        let columns = self.columns.iter().map(locate).collect::<Result<_, _>>()?;
-        Ok(Self { columns, statistics: self.statistics.clone() })
+        let columns = self.columns.iter().zip(&self.sources).map(locate).collect::<Result<_, _>>()?;
+        Ok(Self { columns, ..self.clone() })
     }
 
     /// Training rows of each of these classes, if they were counted.
@@ -103,6 +114,8 @@ pub struct RowEncoder {
     /// Training samples per class, if counted.
     pub class_counts: Option<Vec<u64>>,
     description: Vec<(String, String)>,
+    /// Columns that are no inputs though nobody asked for it.
+    left_out: Vec<(String, String)>,
 }
 
 enum ColumnEncoder {
@@ -122,9 +135,11 @@ struct CategoryIndex {
 }
 
 impl RowEncoder {
+    /// `left_out`: (column, why it is no input) of columns to report.
     pub fn new(
         file: &Path,
         schema: TableSchema,
+        left_out: &[(String, String)],
         parser: CellParser,
         settings: &TableSettings,
     ) -> Result<Self, DataError> {
@@ -136,6 +151,7 @@ impl RowEncoder {
             features: Features::new(InputSpec::Floats { shape: vec![0] }, TargetSpec::Values { len: 0 }),
             class_counts: None,
             description: Vec::new(),
+            left_out: Vec::new(),
         };
         let (columns, statistics) = (&schema.columns, schema.statistics.as_ref());
         let (mut inputs, mut targets, mut classes) = (0, 0, None);
@@ -196,6 +212,7 @@ impl RowEncoder {
             }
             row_encoder.column_encoders.push(encoder);
         }
+        row_encoder.left_out = left_out.to_vec();
         if let Some(skipped) = statistics.map(|statistics| statistics.skipped_rows).filter(|n| *n > 0) {
             row_encoder.description.push(("skipped".into(), format!("{skipped} bad training rows")));
         }
@@ -231,7 +248,15 @@ impl RowEncoder {
             return MISSING;
         }
         match &self.column_encoders[i] {
-            ColumnEncoder::Number { .. } => self.parser.number(cell).unwrap_or(INVALID),
+            ColumnEncoder::Number { fill, .. } => {
+                let notation = self.schema.columns[i].notation;
+                match self.parser.number(cell, notation) {
+                    Some(number) => number,
+                    None if fill.is_some() && self.parser.is_not_finite(cell, notation) => MISSING,
+                    None => INVALID,
+                }
+            }
+            _ if !self.parser.is_readable(cell) => UNREADABLE,
             ColumnEncoder::OneHot { list, .. }
             | ColumnEncoder::Ordinal { list, .. }
             | ColumnEncoder::Class { list } => {
@@ -261,8 +286,9 @@ impl RowEncoder {
             ColumnEncoder::Number { .. } if is_missing => None,
             ColumnEncoder::Number { mean, scale, .. } => {
                 let value = ((code - mean) * scale) as f32;
-                (!value.is_finite()).then(|| super::EXPECTED_NUMBER.into())
+                (!value.is_finite()).then(|| column.notation.expected().into())
             }
+            _ if code.to_bits() == UNREADABLE.to_bits() => Some(super::EXPECTED_UTF8.into()),
             ColumnEncoder::Class { list } => {
                 code.is_nan().then(|| format!("one of the {} classes", list.ids.len()))
             }
@@ -361,6 +387,8 @@ impl RowEncoder {
             about.drain(inputs..MAX_DESCRIBED_COLUMNS);
             about.insert(inputs, ("...".into(), format!("{more} more columns")));
         }
+        let left_out = self.left_out.iter().take(MAX_DESCRIBED_COLUMNS).cloned();
+        about.splice(0..0, left_out);
         about
     }
 
@@ -452,6 +480,7 @@ fn describe_column(
     settings: &TableSettings,
 ) -> String {
     let target = if column.target { "target: " } else { "" };
+    let notation = column.notation.describe();
     let missing = |missing: u64| if missing > 0 { format!(", {missing} missing") } else { String::new() };
     match (encoder, stats) {
         (ColumnEncoder::Number { .. }, Some(ColumnStatistics::Number(moments))) => {
@@ -461,9 +490,9 @@ fn describe_column(
                 (true, true) => "",
                 (true, false) => ", constant: 0 after standardization",
             };
-            format!("{target}number, mean {mean}, std {std}{}{how}", missing(moments.missing))
+            format!("{target}number{notation}, mean {mean}, std {std}{}{how}", missing(moments.missing))
         }
-        (ColumnEncoder::Number { .. }, _) => format!("{target}number, not standardized"),
+        (ColumnEncoder::Number { .. }, _) => format!("{target}number{notation}, not standardized"),
         (ColumnEncoder::Class { list }, _) => format!("{target}{} classes", list.ids.len()),
         (ColumnEncoder::OneHot { list, .. } | ColumnEncoder::Ordinal { list, .. }, stats) => {
             let lacking =

@@ -9,16 +9,17 @@ use parquet::record::Field;
 use parquet::record::reader::RowIter;
 
 use super::TableFileFormat;
+use super::dataset::OpenFormat;
 use super::dialect::{Dialect, RowFields};
 use super::rows::RowReader;
 use crate::base::regular_file;
-use crate::data::{DataError, files};
+use crate::data::DataError;
 
 /// Reads the rows of files one after another, in the order of the dataset that they make.
 pub struct TableRows {
     /// Column names of the first file.
     pub names: Vec<String>,
-    format: TableFileFormat,
+    format: OpenFormat,
     waiting: VecDeque<PathBuf>,
     open: Option<OpenRows>,
 }
@@ -30,7 +31,11 @@ enum OpenRows {
 
 impl TableRows {
     pub fn open(patterns: &[PathBuf], format: TableFileFormat) -> Result<Self, DataError> {
-        let waiting = files::resolve_patterns(patterns)?.into();
+        let waiting: VecDeque<PathBuf> = format.resolve(patterns)?.into();
+        let format = match waiting.front() {
+            Some(first) => OpenFormat::detect(format, first)?,
+            None => OpenFormat::Parquet,
+        };
         let mut rows = Self { names: Vec::new(), format, waiting, open: None };
         rows.open_next()?;
         Ok(rows)
@@ -43,10 +48,9 @@ impl TableRows {
                 None => return Ok(None),
                 Some(OpenRows::Csv(reader, dialect)) => reader.next()?.map(|(_, row)| {
                     let mut fields = RowFields::default();
-                    fields.split(row, dialect.delimiter);
-                    (0..fields.len())
-                        .map(|i| String::from_utf8_lossy(fields.get(row, i)).into_owned())
-                        .collect()
+                    fields.split(row, *dialect);
+                    let text = |field: &[u8]| dialect.encoding.decode(field).unwrap_or_default().into_owned();
+                    (0..fields.len()).map(|i| text(fields.get(row, i))).collect()
                 }),
                 Some(OpenRows::Parquet(path, rows)) => {
                     let row = rows.next().transpose().map_err(|error| parquet_error(path.clone(), &error))?;
@@ -64,11 +68,11 @@ impl TableRows {
         self.open = None;
         let Some(path) = self.waiting.pop_front() else { return Ok(()) };
         let (names, open) = match self.format {
-            TableFileFormat::Csv(dialect) => {
+            OpenFormat::Csv(dialect) => {
                 let mut reader = RowReader::open(&path, dialect)?;
-                (reader.read_names()?, OpenRows::Csv(reader, dialect))
+                (reader.read_names()?.names, OpenRows::Csv(reader, dialect))
             }
-            TableFileFormat::Parquet => {
+            OpenFormat::Parquet => {
                 let file = regular_file::open(&path).map_err(DataError::io(&path))?;
                 let reader =
                     SerializedFileReader::new(file).map_err(|error| parquet_error(path.clone(), &error))?;

@@ -1,32 +1,47 @@
-//! Tables: rows of named columns, as text (`csv`) or typed (`parquet`), encoded into samples.
+//! Tables: rows of named columns, as text (`csv`, `json`) or typed (`parquet`), encoded into samples.
 //!
 //! Owns column selection ([`columns`]), column statistics ([`statistics`]) and row encoding ([`encoding`]), which are
 //! the same for every file format; a format implements [`TableReader`]. Takes files and [`TableSettings`], and gives a
 //! training and a validation set. Opening a table reads only the first rows, unless a mean, a standard deviation or the
 //! categories of a column are needed: then it reads the training rows once and caches the result.
 
+mod checked_pages;
 mod columns;
 mod compressed_csv;
 mod csv;
 mod dataset;
+mod dates;
 mod decimal;
+mod delta_text;
 mod dialect;
+mod dialect_detection;
 mod encoding;
+mod inference;
 mod input_rows;
+mod json_rows;
+mod notation;
 mod parquet;
 mod parquet_pages;
+mod parquet_partitions;
+mod parquet_values;
 mod row_index;
 mod rows;
 mod statistics;
 #[cfg(test)]
 mod tests;
+mod text_encoding;
 
 use std::path::Path;
 
 pub use dataset::{TableFileFormat, TableFiles, open, open_with_schema};
+pub use dates::DateOrder;
 pub use dialect::{Dialect, FieldDelimiter};
+pub use dialect_detection::{CommentSetting, DialectSettings};
 pub use encoding::TableSchema;
 pub use input_rows::TableRows;
+pub use notation::DecimalMark;
+pub use parquet_partitions::resolve_files as resolve_parquet_files;
+pub use text_encoding::TextEncoding;
 
 use self::columns::Column;
 use super::DataError;
@@ -59,6 +74,17 @@ pub struct TableSettings {
     pub standardise: bool,
     /// Skip unusable rows in the statistics instead of refusing the table.
     pub skip_bad: bool,
+    /// The decimal mark of numbers in text; `None` if the columns decide.
+    pub decimal: Option<DecimalMark>,
+    /// The order of day and month in text; `None` if the columns decide.
+    pub dates: Option<DateOrder>,
+}
+
+impl TableSettings {
+    /// Whether a missing value of the column is substituted.
+    fn fills(&self, column: &Column) -> bool {
+        !column.target && self.on_missing != MissingPolicy::Error
+    }
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -101,6 +127,8 @@ impl Default for TableSettings {
             trim: String::new(),
             standardise: true,
             skip_bad: false,
+            decimal: None,
+            dates: None,
         }
     }
 }
@@ -148,8 +176,8 @@ pub trait TableReader: Send + Sync {
     -> Result<(), DataError>;
 }
 
-/// What is expected of a number.
-const EXPECTED_NUMBER: &str = "a finite number";
+/// What is expected of a text.
+const EXPECTED_UTF8: &str = "UTF-8 text; `encoding` says what else it is";
 
 /// What is expected of an empty cell.
 fn expected_present(column: &Column) -> String {

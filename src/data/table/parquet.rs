@@ -1,23 +1,28 @@
 //! Parquet tables: a row group is a shard, and only the columns in use are decoded. A record is one 8-byte code per
 //! column; see [`encoding`](super::encoding).
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
+use std::fs::File;
 use std::io::{BufReader, Read, Write};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use parquet::basic::{Compression, ConvertedType, Type};
-use parquet::column::reader::{ColumnReader, ColumnReaderImpl, get_column_reader};
-use parquet::data_type::{ByteArray, DataType};
+use parquet::basic::Compression;
+use parquet::column::reader::{ColumnReader, get_column_reader};
+use parquet::data_type::ByteArray;
 use parquet::errors::ParquetError;
-use parquet::file::metadata::{ParquetMetaData, ParquetMetaDataReader};
-use parquet::file::serialized_reader::SerializedPageReader;
+use parquet::file::metadata::{ColumnChunkMetaData, ParquetMetaData, ParquetMetaDataReader};
 use parquet::schema::types::ColumnDescriptor;
 use rayon::prelude::*;
 
-use super::columns::{CellParser, Column, ColumnInference, SAMPLE_ROWS};
+use super::checked_pages::{CheckedPages, DeltaTextSizes};
+use super::columns::{CellParser, Column, ListElement};
 use super::encoding::{RowEncoder, TableSchema};
-use super::{CellValue, RowCells, RowVisitor, TableReader, parquet_pages};
+use super::inference::{ColumnInference, SAMPLE_ROWS};
+use super::parquet_values::{ColumnValues, ValueFormat};
+use super::{
+    CellValue, RowCells, RowVisitor, TableReader, parquet_pages, parquet_partitions, parquet_values,
+};
 use crate::base::regular_file;
 use crate::data::cache::CacheKey;
 use crate::data::streaming::{BLOCK_BYTES, RecordBlock, ShardReader, ShardedDataset};
@@ -41,12 +46,20 @@ const MAX_ROW_GROUP_ROWS: i64 = i32::MAX as i64;
 
 /// Files with the same columns.
 pub struct ParquetFiles {
-    files: Vec<(PathBuf, ParquetMetaData)>,
+    files: Vec<ParquetFile>,
+    /// The columns in the files, then those in their paths.
     pub names: Vec<String>,
+    leaf_count: usize,
     row_groups: Vec<RowGroup>,
     rows: u64,
     /// Bytes that the open columns of a row group take at most; 0 before [`ParquetFiles::measure_readers`].
     reader_bytes: u64,
+}
+
+struct ParquetFile {
+    path: PathBuf,
+    metadata: ParquetMetaData,
+    partitions: Arc<[Option<String>]>,
 }
 
 #[derive(Clone, Copy)]
@@ -62,8 +75,14 @@ struct RowGroup {
 
 impl ParquetFiles {
     pub fn open(paths: &[PathBuf], ctx: &DatasetContext) -> Result<Self, DataError> {
-        let mut table =
-            Self { files: Vec::new(), names: Vec::new(), row_groups: Vec::new(), rows: 0, reader_bytes: 0 };
+        let mut table = Self {
+            files: Vec::new(),
+            names: Vec::new(),
+            leaf_count: 0,
+            row_groups: Vec::new(),
+            rows: 0,
+            reader_bytes: 0,
+        };
         for (number, path) in paths.iter().enumerate() {
             // An empty file gets its own error.
             files::compression(path)?;
@@ -81,7 +100,10 @@ impl ParquetFiles {
             let metadata =
                 catch_panic(|| ParquetMetaDataReader::new().parse_and_finish(&file)).map_err(wrong)?;
             let columns = metadata.file_metadata().schema_descr().columns();
-            let names: Vec<String> = columns.iter().map(|column| column.path().string()).collect();
+            let mut names: Vec<String> = columns.iter().map(|column| leaf_name(column)).collect();
+            table.leaf_count = names.len();
+            let (keys, values): (Vec<_>, Vec<_>) = parquet_partitions::partitions(path).into_iter().unzip();
+            names.extend(keys);
             if number == 0 {
                 table.names = names;
             } else {
@@ -108,7 +130,7 @@ impl ParquetFiles {
                 first_in_file += rows;
                 table.rows += rows;
             }
-            table.files.push((path.clone(), metadata));
+            table.files.push(ParquetFile { path: path.clone(), metadata, partitions: values.into() });
         }
         Ok(table)
     }
@@ -122,26 +144,48 @@ impl ParquetFiles {
     ) -> Result<Vec<ColumnInference>, DataError> {
         // A table may have very many columns and targets.
         let targets: HashSet<&String> = targets.iter().collect();
-        let descriptors = self.files[0].1.file_metadata().schema_descr().columns();
+        let descriptors = self.files[0].metadata.file_metadata().schema_descr().columns();
         let look = |column: &Arc<ColumnDescriptor>| {
-            ColumnInference::declared(column.physical_type() == Type::BYTE_ARRAY, unsupported_reason(column))
+            let text = ValueFormat::of(column, None).is_text();
+            let mut look = ColumnInference::declared(text, parquet_values::unsupported_reason(column));
+            look.stamp = parquet_values::stamp_kind(column);
+            look
         };
         let mut inferred: Vec<ColumnInference> = descriptors.iter().map(look).collect();
+        inferred.resize(self.names.len(), ColumnInference::default());
         let of_targets = inferred.iter_mut().zip(&self.names).filter(|(_, name)| targets.contains(name));
         of_targets.for_each(|(look, _)| look.count_distinct());
+        for (at, look) in inferred.iter_mut().enumerate().skip(self.leaf_count) {
+            for file in &self.files {
+                let value = file.partitions[at - self.leaf_count].as_deref();
+                let cell = value.map_or(CellValue::Missing, |text| CellValue::Text(text.as_bytes()));
+                look.observe(cell, parser, 0);
+            }
+        }
         if let Some(&group) = self.row_groups.first() {
-            let usable: Vec<usize> =
-                (0..inferred.len()).filter(|i| unsupported_reason(&descriptors[*i]).is_none()).collect();
-            ctx.check_memory(&self.files[group.file].0, self.group_reader_bytes(group, &usable)?)?;
-            let mut rows = self.open_row_group(group, usable.iter().copied())?;
+            let usable = |i: &usize| parquet_values::unsupported_reason(&descriptors[*i]).is_none();
+            let (lists, single): (Vec<usize>, Vec<usize>) =
+                (0..self.leaf_count).filter(usable).partition(|i| descriptors[*i].max_rep_level() > 0);
+            let all = lists.iter().chain(&single).map(|i| (*i, None));
+            let file = &self.files[group.file];
+            let all = LeafSelection::new(self.leaf_count, all);
+            ctx.check_memory(&file.path, self.group_reader_bytes(group, &all)?)?;
+            for at in lists {
+                let length = self.list_length(group, at)?;
+                inferred[at].list = length;
+                if length.is_none() {
+                    inferred[at].unsupported = Some("lists of different lengths");
+                }
+            }
+            let selection = LeafSelection::new(self.leaf_count, single.iter().map(|i| (*i, None)));
+            let mut rows = self.open_row_group(group, selection)?;
             let mut left = SAMPLE_ROWS;
             while left > 0 && rows.remaining > 0 {
                 rows.decode_batch(left)?;
                 for row in 0..rows.count {
-                    usable
-                        .iter()
-                        .enumerate()
-                        .for_each(|(i, &at)| inferred[at].observe(rows.cell(row, i), parser));
+                    for (i, &at) in single.iter().enumerate() {
+                        inferred[at].observe(rows.cell(row, i), parser, row as u64);
+                    }
                 }
                 left = left.saturating_sub(rows.count);
             }
@@ -149,17 +193,31 @@ impl ParquetFiles {
         Ok(inferred)
     }
 
+    /// Length of the lists of a column, if the first rows agree.
+    fn list_length(&self, group: RowGroup, leaf: usize) -> Result<Option<usize>, DataError> {
+        let ParquetFile { path, metadata, .. } = &self.files[group.file];
+        let chunk = metadata.row_group(group.row_group).column(leaf);
+        let find = || {
+            let mut reader = open_column(path, chunk, group.rows)?;
+            let rows = (group.rows as usize).min(SAMPLE_ROWS);
+            parquet_values::list_length(&mut reader, chunk.column_descr(), rows)
+        };
+        catch_panic(find).map_err(|error| corrupt_file(path, error))
+    }
+
     /// Finds what reading these columns takes: reads the headers of their pages, unless the result is cached.
     pub fn measure_readers(&mut self, columns: &[Column], ctx: &DatasetContext) -> Result<(), DataError> {
-        let paths: Vec<PathBuf> = self.files.iter().map(|(path, _)| path.clone()).collect();
-        let columns: Vec<usize> = columns.iter().map(|column| column.index).collect();
-        let cache_key = CacheKey::new(&paths, &format!("{columns:?}"))?;
+        let paths: Vec<PathBuf> = self.files.iter().map(|file| file.path.clone()).collect();
+        let selection = LeafSelection::of_columns(self.leaf_count, columns);
+        let leaves = selection.leaves.iter().map(|leaf| (leaf.index, leaf.list));
+        let cache_key =
+            CacheKey::new(&paths, &format!("{:?} {}", leaves.collect::<Vec<_>>(), selection.cells.len()))?;
         let kept = ctx.cache.find("parquet-readers", cache_key).and_then(|path| std::fs::read(path).ok());
         if let Some(Ok(kept)) = kept.map(|kept| <[u8; 8]>::try_from(&kept[..])) {
             self.reader_bytes = u64::from_le_bytes(kept);
             return Ok(());
         }
-        let groups = self.row_groups.par_iter().map(|group| self.group_reader_bytes(*group, &columns));
+        let groups = self.row_groups.par_iter().map(|group| self.group_reader_bytes(*group, &selection));
         let bytes = groups.try_reduce(|| 0, |a, b| Ok(a.max(b)))?;
         drop(ctx.cache.get_or_create("parquet-readers", cache_key, |out| {
             out.write_all(&bytes.to_le_bytes()).map_err(DataError::write(&paths[0]))
@@ -169,34 +227,48 @@ impl ParquetFiles {
     }
 
     /// Bytes that a [`RowGroupDecoder`] of these columns takes at most.
-    fn group_reader_bytes(&self, group: RowGroup, columns: &[usize]) -> Result<u64, DataError> {
-        let (path, metadata) = &self.files[group.file];
+    fn group_reader_bytes(&self, group: RowGroup, selection: &LeafSelection) -> Result<u64, DataError> {
+        let ParquetFile { path, metadata, .. } = &self.files[group.file];
         let about = metadata.row_group(group.row_group);
         let whole = group.rows <= WHOLE_GROUP_ROWS;
-        let batch = if whole { group.rows } else { batch_rows(columns.len(), BATCH_ROWS) as u64 };
+        let rows = if whole { group.rows } else { batch_rows(selection.values_per_row(), BATCH_ROWS) as u64 };
         let measure = || {
             let mut headers = BufReader::with_capacity(1 << 12, regular_file::open(path)?);
             // What the columns hold together, and what one of them takes besides.
-            let (mut held, mut one) = ((columns.len() * size_of::<ColumnChunk>()) as u64, 0);
-            for &at in columns {
-                let chunk = about.column(at);
+            let own = selection.leaves.len() * (size_of::<ColumnChunk>() + size_of::<Leaf>())
+                + selection.cells.len() * size_of::<CellSource>();
+            let (mut held, mut one) = (own as u64, 0);
+            for leaf in &selection.leaves {
+                let chunk = about.column(leaf.index);
                 let (start, length) = chunk.byte_range();
                 let pages = parquet_pages::check_pages(&mut headers, start, length)?;
-                let is_text = chunk.column_descr().physical_type() == Type::BYTE_ARRAY;
+                let delta = match pages.delta_text {
+                    true => {
+                        CheckedPages::new(Arc::new(regular_file::open(path)?), chunk, group.rows as usize)?
+                            .delta_text_sizes()?
+                    }
+                    false => DeltaTextSizes::default(),
+                };
+                let format = ValueFormat::of(chunk.column_descr(), leaf.list);
+                let batch = rows * format.values_per_row() as u64;
+                let is_text = format.is_text();
                 let value = if is_text { size_of::<Option<ByteArray>>() } else { CODE_BYTES } as u64;
                 let dictionary = pages.dictionary + pages.dictionary_values * size_of::<ByteArray>() as u64;
-                // Texts are parts of their pages, which live as long as they do.
+                // Texts are parts of their pages, which live as long as they do, or copies of delta-encoded ones.
                 held += match (whole, is_text) {
                     (true, false) => batch * value,
-                    (true, true) => batch * value + pages.total + dictionary,
+                    (true, true) => batch * value + pages.total + delta.total + dictionary,
                     (false, false) => batch * value + OPEN_COLUMN_BYTES + pages.largest + dictionary,
-                    (false, true) => batch * value + OPEN_COLUMN_BYTES + 2 * pages.largest + dictionary,
+                    (false, true) => {
+                        batch * value + OPEN_COLUMN_BYTES + 2 * (pages.largest + delta.largest) + dictionary
+                    }
                 };
                 // While a column is decoded: a compressed page, and its values in the types of the library.
                 let compressed =
                     if chunk.compression() == Compression::UNCOMPRESSED { 0 } else { pages.compressed };
                 let decoding = compressed + 3 * batch * size_of::<Option<ByteArray>>() as u64;
-                let open = if whole { OPEN_COLUMN_BYTES + pages.largest + dictionary } else { 0 };
+                let open =
+                    if whole { OPEN_COLUMN_BYTES + pages.largest + delta.largest + dictionary } else { 0 };
                 one = one.max(decoding + open);
             }
             Ok(held + one)
@@ -204,29 +276,24 @@ impl ParquetFiles {
         catch_panic(measure).map_err(|error| corrupt_file(path, error))
     }
 
-    /// Opens the columns `at` of a row group at its first row.
+    /// Opens the columns of a row group at its first row.
     fn open_row_group(
         &self,
         group: RowGroup,
-        at: impl ExactSizeIterator<Item = usize>,
+        selection: LeafSelection,
     ) -> Result<RowGroupDecoder, DataError> {
-        let (path, metadata) = &self.files[group.file];
+        let ParquetFile { path, metadata, partitions } = &self.files[group.file];
         let about = metadata.row_group(group.row_group);
+        let values_per_row = selection.values_per_row();
         let open = || {
-            // A separate file handle per reader: the library seeks before every read.
-            let file = Arc::new(regular_file::open(path)?);
-            let mut headers = BufReader::with_capacity(1 << 12, regular_file::open(path)?);
             // Collecting results would grow the list by doubling.
-            let mut chunks = Vec::with_capacity(at.len());
-            for at in at {
-                let chunk = about.column(at);
-                let (start, length) = chunk.byte_range();
-                parquet_pages::check_pages(&mut headers, start, length)?;
-                let pages = SerializedPageReader::new(file.clone(), chunk, group.rows as usize, None)?;
-                let reader = get_column_reader(chunk.column_descr_ptr(), Box::new(pages));
+            let mut chunks = Vec::with_capacity(selection.leaves.len());
+            let mut opener = ColumnOpener::new(path)?;
+            for leaf in &selection.leaves {
+                let chunk = about.column(leaf.index);
                 let mut chunk = ColumnChunk {
-                    reader: Some(Box::new(reader)),
-                    format: NumberFormat::of(chunk.column_descr()),
+                    reader: Some(Box::new(opener.open(chunk, group.rows)?)),
+                    format: ValueFormat::of(chunk.column_descr(), leaf.list),
                     values: ColumnValues::Numbers(Vec::new()),
                 };
                 if group.rows <= WHOLE_GROUP_ROWS {
@@ -238,21 +305,52 @@ impl ParquetFiles {
             Ok(chunks)
         };
         let chunks = catch_panic(open).map_err(|error| corrupt_file(path, error))?;
-        Ok(RowGroupDecoder { chunks, remaining: group.rows, count: 0, next_row: 0, path: path.clone() })
+        Ok(RowGroupDecoder {
+            chunks,
+            cells: selection.cells,
+            partitions: partitions.clone(),
+            values_per_row,
+            remaining: group.rows,
+            count: 0,
+            next_row: 0,
+            path: path.clone(),
+        })
     }
 }
 
-/// Why a column cannot be converted to numbers or categories.
-fn unsupported_reason(column: &ColumnDescriptor) -> Option<&'static str> {
-    match column.physical_type() {
-        _ if column.max_rep_level() > 0 => Some("lists"),
-        Type::INT96 => Some("96-bit timestamps"),
-        Type::FIXED_LEN_BYTE_ARRAY => Some("byte arrays of fixed length"),
-        Type::BYTE_ARRAY if column.converted_type() == ConvertedType::DECIMAL => {
-            Some("decimals as byte arrays")
-        }
-        _ => None,
+/// Opens columns of one file.
+struct ColumnOpener {
+    /// A file handle per reader of rows: the library seeks before every read.
+    file: Arc<File>,
+    headers: BufReader<File>,
+}
+
+impl ColumnOpener {
+    fn new(path: &Path) -> Result<Self, ParquetError> {
+        let headers = BufReader::with_capacity(1 << 12, regular_file::open(path)?);
+        Ok(Self { file: Arc::new(regular_file::open(path)?), headers })
     }
+
+    /// Checks the pages of a column before they are decoded.
+    fn open(&mut self, chunk: &ColumnChunkMetaData, rows: u64) -> Result<ColumnReader, ParquetError> {
+        let (start, length) = chunk.byte_range();
+        parquet_pages::check_pages(&mut self.headers, start, length)?;
+        let pages = CheckedPages::new(self.file.clone(), chunk, rows as usize)?;
+        Ok(get_column_reader(chunk.column_descr_ptr(), Box::new(pages)))
+    }
+}
+
+fn open_column(path: &Path, chunk: &ColumnChunkMetaData, rows: u64) -> Result<ColumnReader, ParquetError> {
+    ColumnOpener::new(path)?.open(chunk, rows)
+}
+
+/// The name of a column. That of a list lacks the levels that the format adds, which depend on the writer.
+fn leaf_name(column: &ColumnDescriptor) -> String {
+    const LIST_LEVELS: [&str; 5] =
+        [".list.element", ".list.item", ".list.array_element", ".bag.array_element", ".array"];
+    let path = column.path().string();
+    let level = LIST_LEVELS.iter().find(|level| column.max_rep_level() > 0 && path.ends_with(**level));
+    path[..path.len() - level.map_or(0, |level| level.len())].to_owned()
 }
 
 /// Calls the library, which panics on some corrupt files, and turns a panic into an error.
@@ -265,113 +363,90 @@ fn corrupt_file(path: &std::path::Path, error: ParquetError) -> DataError {
     DataError::Corrupt { file: path.to_owned(), source: Arc::new(std::io::Error::other(error.to_string())) }
 }
 
-/// How the values of a column convert to numbers.
-#[derive(Clone, Copy)]
-struct NumberFormat {
-    unsigned: bool,
-    scale: f64,
-    /// Definition level of a non-null value.
-    present_level: i16,
-}
-
-impl NumberFormat {
-    fn of(column: &ColumnDescriptor) -> Self {
-        let decimal = column.converted_type() == ConvertedType::DECIMAL;
-        let unsigned =
-            [ConvertedType::UINT_8, ConvertedType::UINT_16, ConvertedType::UINT_32, ConvertedType::UINT_64];
-        Self {
-            unsigned: unsigned.contains(&column.converted_type()),
-            scale: if decimal { 10f64.powi(-column.type_scale()) } else { 1.0 },
-            present_level: column.max_def_level(),
-        }
-    }
-
-    fn int(&self, value: i64, unsigned: u64) -> f64 {
-        (if self.unsigned { unsigned as f64 } else { value as f64 }) * self.scale
-    }
-}
-
 /// One column of a row group, and the values decoded last.
 struct ColumnChunk {
     /// `None` once all values are decoded. Boxed: of very many columns that are decoded, only the values remain.
     reader: Option<Box<ColumnReader>>,
-    format: NumberFormat,
+    format: ValueFormat,
     values: ColumnValues,
-}
-
-enum ColumnValues {
-    /// NaN for null.
-    Numbers(Vec<f64>),
-    Texts(Vec<Option<ByteArray>>),
 }
 
 impl ColumnChunk {
     fn decode_batch(&mut self, count: usize) -> Result<(), ParquetError> {
-        let format = self.format;
-        let Some(reader) = &mut self.reader else { return Ok(()) };
-        let numbers = match &mut **reader {
-            ColumnReader::ByteArrayColumnReader(reader) => {
-                let text = |value: Option<&ByteArray>| value.cloned();
-                self.values = ColumnValues::Texts(decode_column(reader, format, count, text)?);
-                return Ok(());
-            }
-            ColumnReader::BoolColumnReader(reader) => {
-                decode_column(reader, format, count, |v| v.map_or(f64::NAN, |v| f64::from(*v)))
-            }
-            ColumnReader::Int32ColumnReader(reader) => decode_column(reader, format, count, |v| {
-                v.map_or(f64::NAN, |v| format.int((*v).into(), (*v as u32).into()))
-            }),
-            ColumnReader::Int64ColumnReader(reader) => {
-                decode_column(reader, format, count, |v| v.map_or(f64::NAN, |v| format.int(*v, *v as u64)))
-            }
-            ColumnReader::FloatColumnReader(reader) => {
-                decode_column(reader, format, count, |v| v.map_or(f64::NAN, |v| f64::from(*v)))
-            }
-            ColumnReader::DoubleColumnReader(reader) => {
-                decode_column(reader, format, count, |v| v.map_or(f64::NAN, |v| *v))
-            }
-            _ => return Err(ParquetError::General("a column of an unsupported type".into())),
-        };
-        self.values = ColumnValues::Numbers(numbers?);
+        if let Some(reader) = &mut self.reader {
+            self.values = ColumnValues::decode(reader, self.format, count)?;
+        }
         Ok(())
     }
 }
 
-/// Decodes the next `count` values of a column and converts each with `make`; `None` is null. The result has no spare
-/// capacity, which very many columns would add up.
-fn decode_column<T: DataType, V>(
-    reader: &mut ColumnReaderImpl<T>,
-    format: NumberFormat,
-    count: usize,
-    make: impl Fn(Option<&T::T>) -> V,
-) -> Result<Vec<V>, ParquetError> {
-    let (mut values, mut levels) = (Vec::new(), Vec::new());
-    let mut found = 0;
-    while found < count {
-        let (rows, ..) = reader.read_records(count - found, Some(&mut levels), None, &mut values)?;
-        if rows == 0 {
-            return Err(ParquetError::EOF("a column has fewer values than its row group has rows".into()));
+/// Where a cell of a row comes from.
+#[derive(Clone, Copy)]
+enum CellSource {
+    Chunk {
+        chunk: u32,
+        element: u32,
+    },
+    /// The path of the file.
+    Partition(u32),
+}
+
+/// The leaf columns that cells come from, each once.
+struct LeafSelection {
+    leaves: Vec<Leaf>,
+    cells: Vec<CellSource>,
+}
+
+#[derive(Clone, Copy)]
+struct Leaf {
+    index: usize,
+    /// Length of its lists.
+    list: Option<usize>,
+}
+
+impl LeafSelection {
+    /// `leaf_count` is the number of columns in the files; the columns after them are partitions.
+    fn new(leaf_count: usize, wanted: impl Iterator<Item = (usize, Option<ListElement>)>) -> Self {
+        let mut selection = Self { leaves: Vec::new(), cells: Vec::with_capacity(wanted.size_hint().0) };
+        // Lookup only: never iterated.
+        let mut chunks: HashMap<usize, u32> = HashMap::new();
+        for (index, element) in wanted {
+            if let Some(partition) = index.checked_sub(leaf_count) {
+                selection.cells.push(CellSource::Partition(partition as u32));
+                continue;
+            }
+            let chunk = *chunks.entry(index).or_insert_with(|| {
+                selection.leaves.push(Leaf { index, list: element.map(|element| element.of) });
+                selection.leaves.len() as u32 - 1
+            });
+            let element = element.map_or(0, |element| element.at as u32);
+            selection.cells.push(CellSource::Chunk { chunk, element });
         }
-        found += rows;
+        selection
     }
-    if format.present_level == 0 {
-        return Ok(values.iter().map(|value| make(Some(value))).collect());
+
+    fn of_columns(leaf_count: usize, columns: &[Column]) -> Self {
+        Self::new(leaf_count, columns.iter().map(|column| (column.index, column.element)))
     }
-    let mut values = values.iter();
-    Ok(levels
-        .iter()
-        .map(|level| make(if *level == format.present_level { values.next() } else { None }))
-        .collect())
+
+    /// Values that a row is decoded into.
+    fn values_per_row(&self) -> usize {
+        self.leaves.iter().map(|leaf| leaf.list.unwrap_or(1)).sum()
+    }
 }
 
 /// Rows to decode at once, at most `most`.
-fn batch_rows(columns: usize, most: usize) -> usize {
-    most.min(MAX_BATCH_CELLS / columns.max(1)).max(1)
+fn batch_rows(values_per_row: usize, most: usize) -> usize {
+    most.min(MAX_BATCH_CELLS / values_per_row.max(1)).max(1)
 }
 
 /// Decodes the rows of a row group in batches, or all of a small one at once.
 struct RowGroupDecoder {
     chunks: Vec<ColumnChunk>,
+    cells: Vec<CellSource>,
+    /// Columns in the path of the file.
+    partitions: Arc<[Option<String>]>,
+    values_per_row: usize,
     /// Rows not decoded yet.
     remaining: u64,
     /// Rows in the decoded batch, and how many of them were consumed.
@@ -385,7 +460,7 @@ impl RowGroupDecoder {
     fn decode_batch(&mut self, most: usize) -> Result<(), DataError> {
         let left = std::mem::take(&mut self.remaining);
         let whole = self.chunks.iter().all(|chunk| chunk.reader.is_none());
-        let most = if whole { left } else { batch_rows(self.chunks.len(), most) as u64 };
+        let most = if whole { left } else { batch_rows(self.values_per_row, most) as u64 };
         let count = left.min(most) as usize;
         (self.count, self.next_row) = (0, 0);
         if count == 0 {
@@ -393,10 +468,7 @@ impl RowGroupDecoder {
         }
         for chunk in &mut self.chunks {
             catch_panic(|| chunk.decode_batch(count)).map_err(|error| corrupt_file(&self.path, error))?;
-            let found = match &chunk.values {
-                ColumnValues::Numbers(values) => values.len(),
-                ColumnValues::Texts(values) => values.len(),
-            };
+            let found = chunk.values.rows();
             if found != count {
                 let error = ParquetError::General(format!("expected {count} values, got {found}"));
                 return Err(corrupt_file(&self.path, error));
@@ -407,11 +479,14 @@ impl RowGroupDecoder {
     }
 
     fn cell(&self, row: usize, i: usize) -> CellValue<'_> {
-        match &self.chunks[i].values {
-            ColumnValues::Numbers(values) => CellValue::Number(values[row]),
-            ColumnValues::Texts(values) => {
-                values[row].as_ref().map_or(CellValue::Missing, |text| CellValue::Text(text.data()))
+        match self.cells[i] {
+            CellSource::Chunk { chunk, element } => {
+                self.chunks[chunk as usize].values.cell(row, element as usize)
             }
+            CellSource::Partition(at) => match &self.partitions[at as usize] {
+                Some(text) => CellValue::Text(text.as_bytes()),
+                None => CellValue::Missing,
+            },
         }
     }
 }
@@ -461,7 +536,7 @@ impl TableReader for ParquetFiles {
 
     fn scan(&self, part: usize, columns: &[Column], see: &mut RowVisitor<'_>) -> Result<(), DataError> {
         let group = self.row_groups[part];
-        let mut rows = self.open_row_group(group, columns.iter().map(|column| column.index))?;
+        let mut rows = self.open_row_group(group, LeafSelection::of_columns(self.leaf_count, columns))?;
         let mut number = 0;
         while rows.remaining > 0 {
             rows.decode_batch(BATCH_ROWS)?;
@@ -552,15 +627,14 @@ impl ShardedDataset for ParquetDataset {
 
     fn open(&self, shard: u32) -> Result<Box<dyn ShardReader>, DataError> {
         let group = self.table.row_groups[shard as usize];
-        let rows = self
-            .table
-            .open_row_group(group, self.encoder.schema.columns.iter().map(|column| column.index))?;
+        let selection = LeafSelection::of_columns(self.table.leaf_count, &self.encoder.schema.columns);
+        let rows = self.table.open_row_group(group, selection)?;
         Ok(Box::new(RowGroupReader { rows, encoder: self.encoder.clone(), record: group.first_in_file }))
     }
 
     fn name(&self, shard: u32) -> String {
         let RowGroup { file, row_group: group, .. } = self.table.row_groups[shard as usize];
-        format!("row group {group} of `{}`", self.table.files[file].0.display())
+        format!("row group {group} of `{}`", self.table.files[file].path.display())
     }
 
     fn decode(
@@ -577,7 +651,7 @@ impl ShardedDataset for ParquetDataset {
                 let group = self.table.row_groups.partition_point(|group| group.first_row <= index) - 1;
                 let group = self.table.row_groups[group];
                 DataError::Value {
-                    file: self.table.files[group.file].0.clone(),
+                    file: self.table.files[group.file].path.clone(),
                     record: group.first_in_file + index - group.first_row,
                     column: Some(self.encoder.schema.columns[i].name.clone()),
                     value: code.to_string(),
@@ -593,7 +667,7 @@ impl ShardedDataset for ParquetDataset {
     }
 
     fn resident_bytes(&self) -> u64 {
-        let metadata = |(_, metadata): &(PathBuf, ParquetMetaData)| metadata.memory_size() as u64;
+        let metadata = |file: &ParquetFile| file.metadata.memory_size() as u64;
         let own = self.blocks.capacity() * size_of::<RecordBlock>()
             + self.table.row_groups.capacity() * size_of::<RowGroup>();
         let metadata = self.table.files.iter().map(metadata).sum::<u64>();

@@ -13,7 +13,7 @@ const MAX_HEADER_BYTES: u64 = 1 << 20;
 const MAX_STRUCT_DEPTH: u32 = 8;
 /// Maximum nesting of columns.
 const MAX_SCHEMA_DEPTH: usize = 64;
-/// Delta encodings of text; the library trusts the counts inside them.
+/// Delta encodings of text.
 const DELTA_TEXT: [i64; 2] = [6, 7];
 
 /// Sizes of the pages of one column of one row group, in bytes.
@@ -27,6 +27,8 @@ pub struct PageSizes {
     pub dictionary_values: u64,
     /// Of the largest page in the file.
     pub compressed: u64,
+    /// Whether a page has delta-encoded text, which may decode to more bytes than the page has.
+    pub delta_text: bool,
 }
 
 /// Checks every page between bytes `start` and `start + length`, which hold one column of one row group.
@@ -50,12 +52,7 @@ pub fn check_pages(file: &mut (impl Read + Seek), start: u64, length: u64) -> Re
         if page.dictionary_values.is_some_and(|values| values < 0 || values > page.uncompressed / 4) {
             return Err(corrupt("a dictionary with more values than its page has bytes for"));
         }
-        if page.encoding.is_some_and(|encoding| DELTA_TEXT.contains(&encoding)) {
-            return Err(Error::new(
-                ErrorKind::Unsupported,
-                "delta-encoded text is not supported; write the column with plain or dictionary encoding",
-            ));
-        }
+        sizes.delta_text |= page.encoding.is_some_and(|encoding| DELTA_TEXT.contains(&encoding));
         let bytes = page.uncompressed as u64;
         match page.dictionary_values {
             Some(values) => (sizes.dictionary, sizes.dictionary_values) = (bytes, values as u64),

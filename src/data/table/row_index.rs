@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use memchr::memchr;
 use rayon::prelude::*;
 
-use super::dialect::{FieldDelimiter, MAX_ROW_BYTES, RowEnds};
+use super::dialect::{Dialect, MAX_ROW_BYTES, RowEnds};
 use crate::data::{DataError, ProgressObserver};
 
 /// Bytes that a thread scans at once.
@@ -61,7 +61,7 @@ pub struct RowScan<'a> {
     pub path: &'a Path,
     pub file: &'a File,
     pub body_offset: u64,
-    pub delimiter: FieldDelimiter,
+    pub dialect: Dialect,
 }
 
 impl RowIndex {
@@ -204,12 +204,12 @@ impl RowScan<'_> {
                 return Err(super::row_too_long(path, line_number(path, file, start)?));
             }
         }
-        Ok(Some(scan_text(&text[skip..], start + skip as u64, quoted, self.delimiter)))
+        Ok(Some(scan_text(&text[skip..], start + skip as u64, quoted, self.dialect)))
     }
 }
 
 /// Scans text at byte `start` of the file that starts with a row or, with `quoted`, inside quotes.
-fn scan_text(text: &[u8], start: u64, quoted: bool, delimiter: FieldDelimiter) -> ScannedChunk {
+fn scan_text(text: &[u8], start: u64, quoted: bool, dialect: Dialect) -> ScannedChunk {
     let mut chunk = ScannedChunk::default();
     let mut row = (!quoted).then_some(0);
     let mut add_row = |row: usize| {
@@ -220,10 +220,10 @@ fn scan_text(text: &[u8], start: u64, quoted: bool, delimiter: FieldDelimiter) -
         chunk.rows += 1;
         chunk.last_row_offset = offset;
     };
-    let mut breaks = RowEnds::new(text, quoted, delimiter);
+    let mut breaks = RowEnds::new(text, quoted, dialect);
     for end in breaks.by_ref() {
         if let Some(row) = row
-            && !delimiter.is_blank_line(&text[row..end])
+            && !dialect.skips_line(&text[row..end])
         {
             add_row(row);
         }
@@ -231,7 +231,7 @@ fn scan_text(text: &[u8], start: u64, quoted: bool, delimiter: FieldDelimiter) -
     }
     // The last row of the file may lack its line feed, and a row that ends inside quotes continues in the next chunk.
     if let Some(row) = row
-        && !delimiter.is_blank_line(&text[row..])
+        && !dialect.skips_line(&text[row..])
     {
         add_row(row);
     }
@@ -304,8 +304,6 @@ mod tests {
     use super::*;
     use crate::data::NoProgress;
 
-    const COMMA: FieldDelimiter = FieldDelimiter::Byte(b',');
-
     fn index(text: &[u8], size: u64) -> Result<RowIndex, DataError> {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("a.csv");
@@ -313,17 +311,17 @@ mod tests {
         let file = File::open(&path).unwrap();
         RowIndex::build_with_chunk_size(
             size,
-            &RowScan { path: &path, file: &file, body_offset: 0, delimiter: COMMA },
+            &RowScan { path: &path, file: &file, body_offset: 0, dialect: Dialect::default() },
             &NoProgress,
         )
     }
 
     /// Offset of every row from one sequential scan, and whether the text ends inside quotes.
     fn starts(text: &[u8]) -> (Vec<u64>, bool) {
-        let mut breaks = RowEnds::new(text, false, COMMA);
+        let mut breaks = RowEnds::new(text, false, Dialect::default());
         let (mut starts, mut start) = (Vec::new(), 0);
         for end in breaks.by_ref().chain([text.len()]) {
-            if !COMMA.is_blank_line(&text[start..end]) {
+            if !Dialect::default().skips_line(&text[start..end]) {
                 starts.push(start as u64);
             }
             start = end;
@@ -361,7 +359,8 @@ mod tests {
         for row in [0, 1, 777, 39_999] {
             let (block, _) = found.block_of_row(row);
             let text = &text[block.start as usize..block.end as usize];
-            let skipped = RowEnds::new(text, false, COMMA).nth((row - block.first_row) as usize).unwrap();
+            let skipped =
+                RowEnds::new(text, false, Dialect::default()).nth((row - block.first_row) as usize).unwrap();
             let before = &text[..skipped];
             assert!(before.ends_with(format!("{row},\"x\ny\"\n").as_bytes()));
         }

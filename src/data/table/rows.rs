@@ -3,12 +3,21 @@
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
-use super::dialect::{Dialect, MAX_ROW_BYTES, RowEnds, RowFields};
+use super::dialect::{Dialect, MAX_ROW_BYTES, RowEnds, RowFields, RowFormat};
+use super::json_rows::JsonRows;
 use crate::data::DataError;
 use crate::data::files::{self, read_error};
 
 /// Bytes per read.
 const READ_BYTES: usize = 256 << 10;
+
+/// The columns of a file.
+#[derive(Clone, Debug, Default)]
+pub struct ColumnNames {
+    pub names: Vec<String>,
+    /// Columns that the header leaves without a name.
+    pub unnamed: Vec<usize>,
+}
 
 /// Reads rows from a file.
 pub struct RowReader {
@@ -22,12 +31,18 @@ pub struct RowReader {
     /// Bytes of the uncompressed file before `position`, and line breaks among them.
     pub offset: u64,
     line_breaks: u64,
+    /// The rows of a JSON table; nothing else is used then.
+    json: Option<JsonRows>,
 }
 
 impl RowReader {
     /// Opens `file` at its first row, after the skipped lines.
     pub fn open(file: &Path, dialect: Dialect) -> Result<Self, DataError> {
-        let body = files::open(file)?;
+        let json = match dialect.rows {
+            RowFormat::Json => Some(JsonRows::open(file)?),
+            RowFormat::Delimited => None,
+        };
+        let body = dialect.encoding.reader(files::open(file)?);
         let buffer = Vec::new();
         let mut reader = Self {
             file: file.to_owned(),
@@ -38,14 +53,18 @@ impl RowReader {
             eof: false,
             offset: 0,
             line_breaks: 0,
+            json,
         };
+        if reader.json.is_some() {
+            return Ok(reader);
+        }
         reader.fill()?;
         if memchr::memchr(0, &reader.buffer).is_some() {
             return Err(DataError::Table {
                 file: file.to_owned(),
                 place: String::new(),
                 problem: "it contains NUL bytes".into(),
-                hint: "if it is UTF-16, convert it to UTF-8; otherwise check that it is a text table",
+                hint: "if it is UTF-16, set `encoding = \"utf-16\"`; otherwise check that it is a text table",
             });
         }
         if reader.buffer.starts_with(b"\xef\xbb\xbf") {
@@ -60,20 +79,23 @@ impl RowReader {
 
     /// The next row with its line break, and the number of its first line, from 1. Skips blank lines.
     pub fn next(&mut self) -> Result<Option<(u64, &[u8])>, DataError> {
+        if self.json.is_some() {
+            return self.json.as_mut().map_or(Ok(None), JsonRows::next);
+        }
         loop {
-            let delimiter = self.dialect.delimiter;
-            let length = self.find_end(|rest| RowEnds::new(rest, false, delimiter).next())?;
+            let dialect = self.dialect;
+            let length = self.find_end(|rest| RowEnds::new(rest, false, dialect).next())?;
             if length == 0 {
                 return Ok(None);
             }
             let row = self.position..self.position + length;
-            if delimiter.is_blank_line(&self.buffer[row.clone()]) {
+            if dialect.skips_line(&self.buffer[row.clone()]) {
                 self.advance(length);
                 continue;
             }
             let line = self.line_breaks + 1;
             if self.eof && row.end == self.buffer.len() {
-                let mut breaks = RowEnds::new(&self.buffer[row.clone()], false, delimiter);
+                let mut breaks = RowEnds::new(&self.buffer[row.clone()], false, dialect);
                 if breaks.next().is_none() && breaks.quoted {
                     return Err(super::unterminated_quote(&self.file, line));
                 }
@@ -85,28 +107,47 @@ impl RowReader {
 
     /// Column names: the first row if the dialect has a header; otherwise the column numbers from 0, and the row is not
     /// consumed. A column without a name is called by its number too.
-    pub fn read_names(&mut self) -> Result<Vec<String>, DataError> {
-        let (header, delimiter) = (self.dialect.header, self.dialect.delimiter);
+    pub fn read_names(&mut self) -> Result<ColumnNames, DataError> {
+        if let Some(json) = &self.json {
+            return Ok(ColumnNames { names: json.names.clone(), unnamed: Vec::new() });
+        }
+        let dialect = self.dialect;
         let file = self.file.clone();
         let Some((line, row)) = self.next()? else {
             let set = format!("`{}`", file.display());
             return Err(DataError::NoSamples { set, why: "it has no rows".into() });
         };
         let mut fields = RowFields::default();
-        fields.split(row, delimiter);
-        let name = |i: usize| match fields.get(row, i) {
-            [] => i.to_string(),
-            _ if !header => i.to_string(),
-            name => String::from_utf8_lossy(name).into_owned(),
-        };
-        let (names, length) = ((0..fields.len()).map(name).collect(), row.len());
-        if !header {
+        fields.split(row, dialect);
+        let mut found = ColumnNames::default();
+        for i in 0..fields.len() {
+            let field = fields.get(row, i);
+            if !dialect.header {
+                found.names.push(i.to_string());
+                continue;
+            }
+            let Some(name) = dialect.encoding.decode(field) else {
+                return Err(DataError::Table {
+                    file,
+                    place: format!("line {line}"),
+                    problem: format!("the column name `{}` is not UTF-8 text", super::display_value(field)),
+                    hint: "set `encoding`: \"latin-1\" is what Excel writes in western Europe and the Americas",
+                });
+            };
+            // pandas calls a column so that it read without a name.
+            if name.is_empty() || name.strip_prefix("Unnamed: ").is_some_and(|rest| rest == i.to_string()) {
+                found.unnamed.push(i);
+            }
+            found.names.push(if name.is_empty() { i.to_string() } else { name.into_owned() });
+        }
+        let length = row.len();
+        if !dialect.header {
             // The last row is still in the buffer, right before `position`, so it can be put back.
             self.position -= length;
             self.offset -= length as u64;
             self.line_breaks = line - 1;
         }
-        Ok(names)
+        Ok(found)
     }
 
     fn advance(&mut self, length: usize) {

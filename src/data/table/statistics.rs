@@ -11,7 +11,6 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
-use super::MissingPolicy;
 use super::columns::{CellParser, Column, ColumnKind};
 use super::{RowCells, TableReader, TableSettings};
 use crate::data::split::SplitPlan;
@@ -190,15 +189,22 @@ impl StatisticsPass<'_> {
         for (i, column) in self.columns.iter().enumerate() {
             let cell = cells.cell(i);
             if self.parser.is_missing(cell) {
-                if column.target || self.settings.on_missing == MissingPolicy::Error {
+                if !self.settings.fills(column) {
                     return Err(cells.cell_error(i, super::expected_present(column)));
                 }
                 numbers[i] = f64::NAN;
             } else if column.kind == ColumnKind::Number {
-                numbers[i] = self
-                    .parser
-                    .number(cell)
-                    .ok_or_else(|| cells.cell_error(i, super::EXPECTED_NUMBER.into()))?;
+                numbers[i] = match self.parser.number(cell, column.notation) {
+                    Some(number) => number,
+                    None if self.settings.fills(column)
+                        && self.parser.is_not_finite(cell, column.notation) =>
+                    {
+                        f64::NAN
+                    }
+                    None => return Err(cells.cell_error(i, column.notation.expected().into())),
+                };
+            } else if !self.parser.is_readable(cell) {
+                return Err(cells.cell_error(i, super::EXPECTED_UTF8.into()));
             } else if self.parser.category(cell).len() > MAX_CATEGORY_BYTES {
                 return Err(cells.cell_error(i, format!("a category of at most {MAX_CATEGORY_BYTES} bytes")));
             }

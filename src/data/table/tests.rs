@@ -1,6 +1,7 @@
 //! Tables from files to samples: values, and the error messages for bad input.
 
 mod parquet_files;
+mod tool_files;
 
 use std::fs;
 use std::io::Write as _;
@@ -50,7 +51,7 @@ impl TableFixture {
         settings: &TableSettings,
     ) -> Result<DatasetRef, DataError> {
         let path = [self.file("a.csv", text)];
-        self.open(&path, &path, TableFileFormat::Csv(dialect), settings).map(|(train, _)| train)
+        self.open(&path, &path, TableFileFormat::Csv(dialect.into()), settings).map(|(train, _)| train)
     }
 }
 
@@ -119,7 +120,8 @@ fn every_way_of_writing_a_table_reads_the_same() {
     let fixture = TableFixture::new();
     let plain = "x,name,y\n1,\"a, b\",2\n3,c,4\n";
     let expected = all(&fixture.csv(plain, Dialect::default(), &target(&["y"])).unwrap());
-    let dialect = |delimiter, header, skip_lines| Dialect { delimiter, header, skip_lines };
+    let dialect =
+        |delimiter, header, skip_lines| Dialect { delimiter, header, skip_lines, ..Dialect::default() };
     let byte = FieldDelimiter::Byte;
     let cases = [
         ("x,name,y\r\n1,\"a, b\",2\r\n\r\n3,c,4", dialect(byte(b','), true, 0)),
@@ -148,7 +150,7 @@ fn several_files_are_one_table() {
     fixture.file("part-2.csv", "x,y\n");
     fixture.file("part-3.csv", "x,y\n3,0.5");
     let pattern = [fixture.0.path().join("part-*.csv")];
-    let format = TableFileFormat::Csv(Dialect::default());
+    let format = TableFileFormat::Csv(Dialect::default().into());
     let plain = fixture.open(&pattern, &pattern, format, &target(&["y"])).unwrap().0;
     let inputs = |set: &DatasetRef| all(set).iter().map(|(input, _)| input[0]).collect::<Vec<_>>();
     assert_eq!(inputs(&plain), [1.0, 2.0, 3.0]);
@@ -165,7 +167,7 @@ fn standardising_takes_the_training_rows_alone_and_is_cached() {
     let fixture = TableFixture::new();
     let train = [fixture.file("train.csv", "x,k,c,y\n1,7,a,10\n2,7,b,20\n3,7,a,30\n")];
     let valid = [fixture.file("valid.csv", "x,k,c,y\n1000,8,z,20\n")];
-    let format = TableFileFormat::Csv(Dialect::default());
+    let format = TableFileFormat::Csv(Dialect::default().into());
     let settings = TableSettings { standardise: true, task: TableTask::Regression, ..target(&["y"]) };
     let (a, b) = fixture.open(&train, &valid, format, &settings).unwrap();
     let scale = (2.0f64 / 3.0).sqrt();
@@ -198,7 +200,7 @@ fn a_split_is_standardised_by_the_training_rows() {
     for bytes in [fs::read(&path[0]).unwrap(), gzip(&fs::read(&path[0]).unwrap())] {
         fs::write(&path[0], bytes).unwrap();
         let (train, valid) =
-            fixture.open(&path, &[], TableFileFormat::Csv(Dialect::default()), &settings).unwrap();
+            fixture.open(&path, &[], TableFileFormat::Csv(Dialect::default().into()), &settings).unwrap();
         assert_eq!((train.len(), valid.len()), (3000, 1000));
         let samples = all(&train);
         for column in [|s: &(Vec<f32>, Vec<f32>)| s.0[0] as f64, |s: &(Vec<f32>, Vec<f32>)| s.1[0] as f64] {
@@ -250,7 +252,7 @@ fn embedded_categories_are_places_behind_the_numbers() {
     let open = |on_unknown| {
         let settings =
             TableSettings { embed: true, on_unknown, on_missing: MissingPolicy::Mean, ..target(&["y"]) };
-        fixture.open(&train, &valid, TableFileFormat::Csv(Dialect::default()), &settings).unwrap()
+        fixture.open(&train, &valid, TableFileFormat::Csv(Dialect::default().into()), &settings).unwrap()
     };
     let inputs = |set: &DatasetRef| all(set).into_iter().map(|(input, _)| input).collect::<Vec<_>>();
     let (set, others) = open(UnknownPolicy::Zeros);
@@ -424,7 +426,7 @@ fn sklearn(name: &str) -> Option<PathBuf> {
 fn one(path: &Path, dialect: Dialect, settings: &TableSettings) -> (DatasetRef, DatasetRef) {
     let fixture = TableFixture::new();
     fixture
-        .open(&[path.to_owned()], &[], TableFileFormat::Csv(dialect), settings)
+        .open(&[path.to_owned()], &[], TableFileFormat::Csv(dialect.into()), settings)
         .unwrap_or_else(|e| panic!("{e}"))
 }
 
@@ -478,8 +480,12 @@ fn california_housing_as_published() {
     );
     let strict = TableSettings { on_missing: MissingPolicy::Error, ..settings };
     let fixture = TableFixture::new();
-    let error =
-        fixture.open(&[folder.join("housing.csv")], &[], TableFileFormat::Csv(Dialect::default()), &strict);
+    let error = fixture.open(
+        &[folder.join("housing.csv")],
+        &[],
+        TableFileFormat::Csv(Dialect::default().into()),
+        &strict,
+    );
     let error = error.err().unwrap().to_string();
     assert!(
         error.contains("line 292, column `total_bedrooms`") || error.contains("column `total_bedrooms`"),
@@ -501,7 +507,7 @@ fn adult_as_published() {
         .open(
             &[folder.join("adult.data")],
             &[folder.join("adult.test")],
-            TableFileFormat::Csv(Dialect::default()),
+            TableFileFormat::Csv(Dialect::default().into()),
             &settings,
         )
         .unwrap();
@@ -518,7 +524,7 @@ fn adult_as_published() {
         .open(
             &[folder.join("adult.data")],
             &[folder.join("adult.test")],
-            TableFileFormat::Csv(Dialect::default()),
+            TableFileFormat::Csv(Dialect::default().into()),
             &embedded,
         )
         .unwrap();
@@ -529,7 +535,7 @@ fn adult_as_published() {
         .open(
             &[folder.join("adult.data")],
             &[folder.join("adult.test")],
-            TableFileFormat::Csv(Dialect::default()),
+            TableFileFormat::Csv(Dialect::default().into()),
             &dotted,
         )
         .unwrap();

@@ -20,7 +20,8 @@ pub use language::{ChatLoss, JsonlConfig, TextConfig, TokenDtype, TokensConfig, 
 pub use loader::{LoaderConfig, OnBadRecord};
 pub use one_or_many::OneOrMany;
 pub use tables::{
-    CategoryEncoding, ColumnsConfig, CsvConfig, Delimiter, OnMissing, OnUnknown, ParquetConfig, Task,
+    CategoryEncoding, ColumnsConfig, Comment, CsvConfig, Dates, Decimal, Delimiter, Encoding, JsonConfig,
+    OnMissing, OnUnknown, ParquetConfig, Quote, Task,
 };
 
 /// Where samples come from. `kind` decides the other keys.
@@ -40,6 +41,7 @@ pub enum SourceConfig {
     Idx(IdxConfig),
     Images(ImagesConfig),
     Csv(CsvConfig),
+    Json(JsonConfig),
     Parquet(ParquetConfig),
     Text(TextConfig),
     Tokens(TokensConfig),
@@ -56,6 +58,7 @@ impl SourceConfig {
             Self::Idx(_) => "idx",
             Self::Images(_) => "images",
             Self::Csv(_) => "csv",
+            Self::Json(_) => "json",
             Self::Parquet(_) => "parquet",
             Self::Text(_) => "text",
             Self::Tokens(_) => "tokens",

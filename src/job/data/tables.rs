@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 use super::FilesConfig;
 use super::one_or_many::{OneOrMany, any_number};
 
-/// Tables of text: rows of fields, quoted where needed; plain, gzip or zstd.
+/// Tables of text: rows of fields, quoted where needed; plain or compressed.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct CsvConfig {
     #[serde(flatten)]
@@ -14,13 +14,40 @@ pub struct CsvConfig {
     /// Whether the first row names the columns; otherwise they are called `0`, `1`, `2` and so on.
     #[serde(default = "yes")]
     pub header: bool,
-    /// The field delimiter.
+    /// The field delimiter; by default the one that gives the first rows equally many fields.
     #[serde(default)]
     pub delimiter: Delimiter,
+    /// The character around fields that contain delimiters or line breaks; inside, it is written twice.
+    #[serde(default)]
+    pub quote: Quote,
+    /// The first character of lines that are not rows.
+    #[serde(default)]
+    pub comment: Comment,
+    /// The character encoding.
+    #[serde(default)]
+    pub encoding: Encoding,
+    /// The decimal mark. The other one may group digits, as in `1,234.50`.
+    #[serde(default)]
+    pub decimal: Decimal,
+    /// The order of dates such as `03/04/2021`; year-month-day is always read. A column of dates becomes the numbers
+    /// `.year`, `.month`, `.day`, `.weekday` (0 is Monday) and, if there are times, `.hour` (13.5 is 13:30).
+    #[serde(default)]
+    pub dates: Dates,
     /// Lines to skip at the beginning of each file, before the header.
     #[serde(default)]
     #[schemars(range(max = 1_000_000))]
     pub skip_lines: u64,
+    #[serde(flatten)]
+    pub columns: ColumnsConfig,
+}
+
+/// Tables in JSON: an array of objects, or one object per line; plain or compressed, read sequentially. The columns are
+/// the fields of the first 1000 records in alphabetical order; nested fields are called `a.b`, the values of a list
+/// `a.0`, `a.1` and so on.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+pub struct JsonConfig {
+    #[serde(flatten)]
+    pub files: FilesConfig,
     #[serde(flatten)]
     pub columns: ColumnsConfig,
 }
@@ -95,7 +122,10 @@ pub struct ColumnsConfig {
 /// The field delimiter.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub enum Delimiter {
+    /// The one that gives the first rows equally many fields.
     #[default]
+    #[serde(rename = "auto")]
+    Auto,
     #[serde(rename = ",")]
     Comma,
     #[serde(rename = ";")]
@@ -108,6 +138,78 @@ pub enum Delimiter {
     /// Any number of spaces and tabs.
     #[serde(rename = "space")]
     Space,
+}
+
+/// The character around fields.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub enum Quote {
+    /// `"`, or `'` if the first rows use only that.
+    #[default]
+    #[serde(rename = "auto")]
+    Auto,
+    #[serde(rename = "\"")]
+    Double,
+    #[serde(rename = "'")]
+    Single,
+}
+
+/// The first character of lines that are not rows.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub enum Comment {
+    /// `#`, if lines among the first start with it that do not have as many fields as the table.
+    #[default]
+    #[serde(rename = "auto")]
+    Auto,
+    /// Every line is a row.
+    #[serde(rename = "none")]
+    None,
+    #[serde(rename = "#")]
+    Hash,
+    #[serde(rename = "%")]
+    Percent,
+}
+
+/// The character encoding of a table.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub enum Encoding {
+    /// UTF-16 if the file starts with its byte order mark, otherwise UTF-8.
+    #[default]
+    #[serde(rename = "auto")]
+    Auto,
+    #[serde(rename = "utf-8")]
+    Utf8,
+    /// Windows-1252, which extends ISO 8859-1.
+    #[serde(rename = "latin-1")]
+    Latin1,
+    /// Little endian, unless a byte order mark says otherwise. Read sequentially.
+    #[serde(rename = "utf-16")]
+    Utf16,
+}
+
+/// The decimal mark of a table.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub enum Decimal {
+    /// What the values of a column show, or those of other columns; a column that remains open is refused.
+    #[default]
+    #[serde(rename = "auto")]
+    Auto,
+    #[serde(rename = ".")]
+    Point,
+    #[serde(rename = ",")]
+    Comma,
+}
+
+/// The order of day and month.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum Dates {
+    /// What the first rows show; a column without a day beyond 12 is refused.
+    #[default]
+    Auto,
+    /// day/month/year.
+    DayFirst,
+    /// month/day/year.
+    MonthFirst,
 }
 
 /// Classification or regression.

@@ -32,14 +32,12 @@ pub struct TrainedOn<'a> {
 impl TrainedOn<'_> {
     pub fn open(&self, samples: Samples, opening: &DatasetContext) -> Result<Arc<dyn Dataset>, Failure> {
         let job = self.job;
+        if let Some(table) = tables::TableSource::of(job) {
+            return table.open_trained(self.schema()?, samples, opening);
+        }
         match &job.data.source {
-            SourceConfig::Csv(s) => {
-                let format = tables::csv_format(s);
-                tables::open_trained(format, &s.files, &s.columns, job, self.schema()?, samples, opening)
-            }
-            SourceConfig::Parquet(s) => {
-                let format = crate::data::table::TableFileFormat::Parquet;
-                tables::open_trained(format, &s.files, &s.columns, job, self.schema()?, samples, opening)
+            SourceConfig::Csv(_) | SourceConfig::Json(_) | SourceConfig::Parquet(_) => {
+                unreachable!("a table was opened above")
             }
             SourceConfig::Images(s) => {
                 images::open_trained(s, self.class_names(), readers(job), samples, opening)

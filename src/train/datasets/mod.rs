@@ -6,11 +6,12 @@ pub mod inference;
 mod language;
 pub mod tables;
 
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use super::Failure;
 use crate::data::fingerprint::{FingerprintInput, InputKind};
-use crate::data::{Dataset, DatasetContext, files};
+use crate::data::{DataError, Dataset, DatasetContext, files, table};
 use crate::job::{self, Job};
 use crate::models::ModelError;
 
@@ -31,12 +32,16 @@ pub fn chat_template(job: &Job) -> Result<Option<String>, Failure> {
 impl Datasets {
     /// Opens both sets.
     pub fn open(job: &Job, opening: &DatasetContext) -> Result<Self, Failure> {
+        if let Some(table) = tables::TableSource::of(job) {
+            return table.open(opening);
+        }
         match &job.data.source {
+            job::SourceConfig::Csv(_) | job::SourceConfig::Json(_) | job::SourceConfig::Parquet(_) => {
+                unreachable!("a table was opened above")
+            }
             job::SourceConfig::Shapes(s) => generated::shapes(s, readers(job), opening),
             job::SourceConfig::Idx(s) => images::idx(s, readers(job), opening),
             job::SourceConfig::Images(s) => images::images(s, readers(job), opening),
-            job::SourceConfig::Csv(s) => tables::csv(s, &job.data.loader, opening),
-            job::SourceConfig::Parquet(s) => tables::parquet(s, &job.data.loader, opening),
             job::SourceConfig::Text(s) => language::text(s, context(job)?, opening),
             job::SourceConfig::Tokens(s) => language::tokens(s, context(job)?, opening),
             job::SourceConfig::Jsonl(s) => language::jsonl(s, &job.data.loader, context(job)?, opening),
@@ -50,7 +55,8 @@ impl Datasets {
             job::SourceConfig::Idx(s) => Ok(images::idx_inputs(s)),
             job::SourceConfig::Images(s) => images::inputs(s),
             job::SourceConfig::Csv(job::CsvConfig { files, .. })
-            | job::SourceConfig::Parquet(job::ParquetConfig { files, .. }) => file_inputs(files),
+            | job::SourceConfig::Json(job::JsonConfig { files, .. }) => file_inputs(files),
+            job::SourceConfig::Parquet(s) => inputs_of(&s.files, table::resolve_parquet_files),
             job::SourceConfig::Text(s) => {
                 Ok([file_inputs(&s.files)?, language::tokens_inputs(&s.tokens)].concat())
             }
@@ -83,11 +89,16 @@ const TOKENIZER: &str = "data.tokenizer";
 
 /// Every training file, and every validation file if the job lists its own.
 fn file_inputs(files: &job::FilesConfig) -> Result<Vec<FingerprintInput>, Failure> {
+    inputs_of(files, files::resolve_patterns)
+}
+
+fn inputs_of(
+    files: &job::FilesConfig,
+    resolve: fn(&[PathBuf]) -> Result<Vec<PathBuf>, DataError>,
+) -> Result<Vec<FingerprintInput>, Failure> {
     let mut inputs = Vec::new();
     for (key, patterns) in [(TRAIN, &files.train), (VALID, &files.valid)] {
-        inputs.extend(
-            files::resolve_patterns(patterns)?.into_iter().map(|file| FingerprintInput::file(key, file)),
-        );
+        inputs.extend(resolve(patterns)?.into_iter().map(|file| FingerprintInput::file(key, file)));
     }
     Ok(inputs)
 }

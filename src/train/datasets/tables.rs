@@ -1,4 +1,4 @@
-//! Tabular datasets from files: CSV and Parquet.
+//! Tabular datasets from files: csv, JSON and Parquet.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -6,83 +6,126 @@ use std::sync::Arc;
 use super::inference::Samples;
 use super::{Datasets, Failure};
 use crate::data::table::{
-    self, Dialect, FieldDelimiter, MissingPolicy, TableFileFormat, TableFiles, TableSchema, TableSettings,
-    TableTask, UnknownPolicy,
+    self, CommentSetting, DateOrder, DecimalMark, DialectSettings, FieldDelimiter, MissingPolicy,
+    TableFileFormat, TableFiles, TableSchema, TableSettings, TableTask, TextEncoding, UnknownPolicy,
 };
 use crate::data::{Dataset, DatasetContext, split};
-use crate::job::{self, Job, LoaderConfig, OnBadRecord};
+use crate::job::{self, FilesConfig, Job, LoaderConfig, OnBadRecord, SourceConfig};
 
-pub(super) fn csv(
-    s: &job::CsvConfig,
-    loading: &LoaderConfig,
-    opening: &DatasetContext,
-) -> Result<Datasets, Failure> {
-    open(&s.files, csv_format(s), &s.columns, loading, opening)
+/// The table of a job: its files, their format, and what the job says of the columns.
+pub struct TableSource<'a> {
+    pub files: &'a FilesConfig,
+    pub format: TableFileFormat,
+    pub settings: TableSettings,
 }
 
-pub fn csv_format(s: &job::CsvConfig) -> TableFileFormat {
-    let delimiter = match s.delimiter {
-        job::Delimiter::Comma => FieldDelimiter::Byte(b','),
-        job::Delimiter::Semicolon => FieldDelimiter::Byte(b';'),
-        job::Delimiter::Bar => FieldDelimiter::Byte(b'|'),
-        job::Delimiter::Tab => FieldDelimiter::Byte(b'\t'),
-        job::Delimiter::Space => FieldDelimiter::Whitespace,
-    };
-    TableFileFormat::Csv(Dialect { delimiter, header: s.header, skip_lines: s.skip_lines })
-}
-
-pub(super) fn parquet(
-    s: &job::ParquetConfig,
-    loading: &LoaderConfig,
-    opening: &DatasetContext,
-) -> Result<Datasets, Failure> {
-    open(&s.files, TableFileFormat::Parquet, &s.columns, loading, opening)
-}
-
-fn open(
-    files: &job::FilesConfig,
-    format: TableFileFormat,
-    columns: &job::ColumnsConfig,
-    loading: &LoaderConfig,
-    opening: &DatasetContext,
-) -> Result<Datasets, Failure> {
-    let files = TableFiles {
-        train: files.train.clone(),
-        valid: files.valid.clone(),
-        valid_fraction: files.valid_fraction,
-    };
-    let (train, valid) = table::open(&files, format, &table_settings(columns, loading), opening)?;
-    Ok(Datasets { train, valid })
-}
-
-/// Rows for a trained model, encoded by its schema.
-pub(super) fn open_trained(
-    format: TableFileFormat,
-    files: &job::FilesConfig,
-    columns: &job::ColumnsConfig,
-    job: &Job,
-    schema: &TableSchema,
-    samples: Samples,
-    opening: &DatasetContext,
-) -> Result<Arc<dyn Dataset>, Failure> {
-    let settings = table_settings(columns, &job.data.loader);
-    let open = |files: &[PathBuf], schema: &TableSchema| {
-        table::open_with_schema(files, format, &settings, schema, opening)
-    };
-    Ok(match samples {
-        Samples::Labelled(files) => open(files, schema)?,
-        Samples::Unlabelled(files) => open(files, &schema.inputs())?,
-        Samples::Valid if !files.valid.is_empty() => open(&files.valid, schema)?,
-        Samples::Valid => {
-            let (_, valid) =
-                split::random_split(open(&files.train, schema)?, files.valid_fraction, job.seed)?;
-            Arc::new(valid)
+impl<'a> TableSource<'a> {
+    /// `None` if the job's data is no table.
+    pub fn of(job: &'a Job) -> Option<Self> {
+        let loading = &job.data.loader;
+        match &job.data.source {
+            SourceConfig::Csv(s) => Some(Self {
+                files: &s.files,
+                format: TableFileFormat::Csv(csv_dialect(s)),
+                settings: csv_settings(s, loading),
+            }),
+            SourceConfig::Json(s) => Some(Self {
+                files: &s.files,
+                format: TableFileFormat::Json,
+                settings: settings(&s.columns, loading),
+            }),
+            SourceConfig::Parquet(s) => Some(Self {
+                files: &s.files,
+                format: TableFileFormat::Parquet,
+                settings: settings(&s.columns, loading),
+            }),
+            _ => None,
         }
-    })
+    }
+
+    pub(super) fn open(&self, opening: &DatasetContext) -> Result<Datasets, Failure> {
+        let files = TableFiles {
+            train: self.files.train.clone(),
+            valid: self.files.valid.clone(),
+            valid_fraction: self.files.valid_fraction,
+        };
+        let (train, valid) = table::open(&files, self.format, &self.settings, opening)?;
+        Ok(Datasets { train, valid })
+    }
+
+    /// Rows for a trained model, encoded by its schema.
+    pub(super) fn open_trained(
+        &self,
+        schema: &TableSchema,
+        samples: Samples,
+        opening: &DatasetContext,
+    ) -> Result<Arc<dyn Dataset>, Failure> {
+        let open = |files: &[PathBuf], schema: &TableSchema| {
+            table::open_with_schema(files, self.format, &self.settings, schema, opening)
+        };
+        Ok(match samples {
+            Samples::Labelled(files) => open(files, schema)?,
+            Samples::Unlabelled(files) => open(files, &schema.inputs())?,
+            Samples::Valid if !self.files.valid.is_empty() => open(&self.files.valid, schema)?,
+            Samples::Valid => {
+                let rows = open(&self.files.train, schema)?;
+                let (_, valid) = split::random_split(rows, self.files.valid_fraction, opening.seed)?;
+                Arc::new(valid)
+            }
+        })
+    }
 }
 
-/// What the job says of the columns.
-pub fn table_settings(columns: &job::ColumnsConfig, loading: &LoaderConfig) -> TableSettings {
+fn csv_dialect(s: &job::CsvConfig) -> DialectSettings {
+    let delimiter = match s.delimiter {
+        job::Delimiter::Auto => None,
+        job::Delimiter::Comma => Some(FieldDelimiter::Byte(b',')),
+        job::Delimiter::Semicolon => Some(FieldDelimiter::Byte(b';')),
+        job::Delimiter::Bar => Some(FieldDelimiter::Byte(b'|')),
+        job::Delimiter::Tab => Some(FieldDelimiter::Byte(b'\t')),
+        job::Delimiter::Space => Some(FieldDelimiter::Whitespace),
+    };
+    DialectSettings {
+        delimiter,
+        header: s.header,
+        skip_lines: s.skip_lines,
+        quote: match s.quote {
+            job::Quote::Auto => None,
+            job::Quote::Double => Some(b'"'),
+            job::Quote::Single => Some(b'\''),
+        },
+        comment: match s.comment {
+            job::Comment::Auto => CommentSetting::Auto,
+            job::Comment::None => CommentSetting::None,
+            job::Comment::Hash => CommentSetting::Byte(b'#'),
+            job::Comment::Percent => CommentSetting::Byte(b'%'),
+        },
+        encoding: match s.encoding {
+            job::Encoding::Auto => None,
+            job::Encoding::Utf8 => Some(TextEncoding::Utf8),
+            job::Encoding::Latin1 => Some(TextEncoding::Latin1),
+            job::Encoding::Utf16 => Some(TextEncoding::Utf16 { big_endian: false }),
+        },
+    }
+}
+
+fn csv_settings(s: &job::CsvConfig, loading: &LoaderConfig) -> TableSettings {
+    TableSettings {
+        decimal: match s.decimal {
+            job::Decimal::Auto => None,
+            job::Decimal::Point => Some(DecimalMark::Point),
+            job::Decimal::Comma => Some(DecimalMark::Comma),
+        },
+        dates: match s.dates {
+            job::Dates::Auto => None,
+            job::Dates::DayFirst => Some(DateOrder::DayFirst),
+            job::Dates::MonthFirst => Some(DateOrder::MonthFirst),
+        },
+        ..settings(&s.columns, loading)
+    }
+}
+
+fn settings(columns: &job::ColumnsConfig, loading: &LoaderConfig) -> TableSettings {
     TableSettings {
         target: columns.target.to_vec(),
         columns: columns.columns.clone(),
@@ -111,5 +154,6 @@ pub fn table_settings(columns: &job::ColumnsConfig, loading: &LoaderConfig) -> T
         trim: columns.trim.clone(),
         standardise: columns.standardise,
         skip_bad: loading.on_bad_record == OnBadRecord::Skip,
+        ..TableSettings::default()
     }
 }

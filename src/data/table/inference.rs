@@ -1,0 +1,189 @@
+//! What the first rows show about a column: numbers and how they are written, dates, text, or row numbers.
+
+use std::collections::{BTreeSet, HashSet};
+
+use super::CellValue;
+use super::columns::CellParser;
+use super::dates::{DateColumn, DateEvidence, DateOrder, StampKind};
+use super::decimal::parse_decimal;
+use super::notation::{DecimalMark, NotationEvidence, NotationProblem, parse_plain};
+
+/// Rows that types are inferred from.
+pub const SAMPLE_ROWS: usize = 1000;
+/// An integer target is treated as classes if it has at most this many distinct values.
+const MAX_INTEGER_CLASSES: usize = 20;
+/// A text among more than this fraction of numbers is taken for an error and not for a category.
+const MOSTLY_NUMBERS: f64 = 0.9;
+/// Distinct numbers from which on a column is taken for measurements and not for codes.
+const MANY_NUMBERS: u32 = 32;
+
+/// A value and its line, from 1.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct CellPlace {
+    pub line: u64,
+    pub value: String,
+}
+
+/// What the first rows show about one column.
+#[derive(Clone, Debug, Default)]
+pub struct ColumnInference {
+    /// A value is not a number.
+    pub has_text: bool,
+    has_fraction: bool,
+    values: usize,
+    numbers: usize,
+    /// One bit per hash of a number, for an estimate of distinct numbers in eight bytes.
+    number_hashes: u64,
+    /// Whether distinct values are counted. Only the type of a target depends on them, and a table may have very many
+    /// columns.
+    counts_distinct: bool,
+    distinct: BTreeSet<String>,
+    /// Why its values cannot be used at all.
+    pub unsupported: Option<&'static str>,
+    /// Values of a row, if the column holds lists.
+    pub list: Option<usize>,
+    /// What points in time its numbers are.
+    pub stamp: Option<StampKind>,
+    pub notation: NotationEvidence,
+    dates: DateEvidence,
+    /// Boxed: most of very many columns have none of these.
+    pub first_text: Option<Box<CellPlace>>,
+    pub first_problem: Option<Box<CellPlace>>,
+    pub first_date: Option<Box<CellPlace>>,
+    /// Values of a column without a name; `None` once one of them repeats.
+    index: Option<HashSet<Vec<u8>>>,
+}
+
+impl ColumnInference {
+    /// For a column whose type the file declares.
+    pub fn declared(text: bool, unsupported: Option<&'static str>) -> Self {
+        Self { has_text: text, unsupported, ..Self::default() }
+    }
+
+    /// Also count distinct values.
+    pub fn count_distinct(&mut self) {
+        self.counts_distinct = true;
+    }
+
+    /// The column has no name: it may hold row numbers.
+    pub fn watch_for_index(&mut self) {
+        self.index = Some(HashSet::new());
+    }
+
+    /// Adds the value at `line`.
+    pub fn observe(&mut self, cell: CellValue<'_>, parser: &CellParser, line: u64) {
+        if parser.is_missing(cell) {
+            self.index = None;
+            return;
+        }
+        self.values += 1;
+        match cell {
+            CellValue::Missing => {}
+            CellValue::Number(x) => {
+                self.numbers += 1;
+                self.has_fraction |= x.fract() != 0.0;
+            }
+            CellValue::Text(text) => self.observe_text(text, line),
+        }
+        if self.counts_distinct && self.distinct.len() <= MAX_INTEGER_CLASSES {
+            self.distinct.insert(parser.category(cell).into_owned());
+        }
+    }
+
+    fn observe_text(&mut self, text: &[u8], line: u64) {
+        let place = || Some(Box::new(CellPlace { line, value: super::display_value(text) }));
+        if let Some(seen) = &mut self.index
+            && !seen.insert(text.to_vec())
+        {
+            self.index = None;
+        }
+        let plain = parse_decimal(text).or_else(|| parse_plain(text)).is_some();
+        let was_open = self.notation.conflict().is_none() && !self.notation.is_ambiguous();
+        if plain {
+            self.notation.observe_plain(text);
+        } else if !self.notation.observe(text) {
+            self.has_text = true;
+            // A column of dates has nothing else.
+            if self.dates.count + 1 == self.values {
+                let was_open = self.dates.is_ambiguous();
+                self.dates.observe(text);
+                if self.dates.is_ambiguous() && !was_open {
+                    self.first_date = place();
+                }
+            }
+            if self.first_text.is_none() {
+                self.first_text = place();
+            }
+            return;
+        }
+        self.numbers += 1;
+        self.number_hashes |= 1 << (hash(text) & 63);
+        self.has_fraction |= !text.iter().all(|b| b.is_ascii_digit() || b"+-".contains(b));
+        if was_open && (self.notation.conflict().is_some() || self.notation.is_ambiguous()) {
+            self.first_problem = place();
+        }
+    }
+
+    /// How the column is read if it has dates or times and nothing else.
+    pub fn date_column(&self, stated: Option<DateOrder>) -> Option<DateColumn> {
+        match self.stamp {
+            Some(kind) => Some(DateColumn::Stamps(kind)),
+            None => self.dates.column(self.values, stated),
+        }
+    }
+
+    /// The decimal mark that the values require, if all of them are numbers.
+    pub fn required_mark(&self) -> Option<DecimalMark> {
+        self.notation.required_mark().filter(|_| !self.has_text)
+    }
+
+    /// Whether it looks like class labels: text, or a few repeated integers.
+    pub fn looks_categorical(&self) -> bool {
+        let few = self.distinct.len() <= MAX_INTEGER_CLASSES && 2 * self.distinct.len() <= self.values;
+        self.has_text || (!self.has_fraction && few)
+    }
+
+    /// Whether nearly all values are numbers, too many to be codes.
+    pub fn is_mostly_numbers(&self) -> bool {
+        self.has_text
+            && self.number_hashes.count_ones() >= MANY_NUMBERS
+            && self.numbers as f64 >= MOSTLY_NUMBERS * self.values as f64
+    }
+
+    /// Whether the column has no name and every value is different: row numbers or row names, as pandas and R write
+    /// them.
+    pub fn is_index(&self) -> bool {
+        // Distinct fractions are measurements that lack a name.
+        self.index.is_some() && self.values > 1 && (self.has_text || !self.has_fraction)
+    }
+
+    /// What speaks against reading it as numbers, with the value that shows it.
+    pub fn describe_problem(&self, problem: NotationProblem) -> (String, &'static str) {
+        let (line, value) = self.first_problem.as_ref().map_or((0, ""), |place| (place.line, &place.value));
+        let place = format!("`{value}` in line {line}");
+        match problem {
+            NotationProblem::AmbiguousComma => (
+                format!(
+                    "{place} may have a decimal comma or a group of three digits, and no value of the first rows decides"
+                ),
+                "set `decimal = \",\"` if the comma starts the fraction, or `decimal = \".\"` if it groups digits",
+            ),
+            NotationProblem::MixedMarks => (
+                format!("{place} has another decimal mark than the values above it"),
+                "correct the value, or set `decimal` to \".\" or \",\": values with the other mark are then bad records",
+            ),
+            NotationProblem::MixedPercent => (
+                format!("{place}: some values have a percent sign and others do not"),
+                "write them alike, or add the column to `categorical` or `ignore`",
+            ),
+            NotationProblem::MixedCurrencies => (
+                format!("{place} has another currency than the values above it"),
+                "convert them to one currency, or add the column to `categorical` or `ignore`",
+            ),
+        }
+    }
+}
+
+fn hash(text: &[u8]) -> u64 {
+    twox_hash::XxHash3_128::oneshot(text) as u64
+}

@@ -1,0 +1,162 @@
+//! Files that pandas, pyarrow and spreadsheets write, against what these tools read back: `tests/data`, written by
+//! `scripts/make-test-data.py`.
+
+use std::collections::BTreeMap;
+
+use serde::Deserialize;
+
+use super::*;
+
+#[derive(Deserialize)]
+struct ToolTable {
+    file: String,
+    keys: BTreeMap<String, String>,
+    inputs: BTreeMap<String, Vec<f64>>,
+    #[serde(default)]
+    left_out: Vec<String>,
+}
+
+impl ToolTable {
+    fn format(&self) -> TableFileFormat {
+        let encoding = match self.keys.get("encoding").map(String::as_str) {
+            Some("latin-1") => Some(TextEncoding::Latin1),
+            Some(other) => panic!("{other}"),
+            None => None,
+        };
+        match self.keys.get("kind").map(String::as_str) {
+            Some("json") => return TableFileFormat::Json,
+            Some("parquet") => return TableFileFormat::Parquet,
+            Some(other) => panic!("{other}"),
+            None => {}
+        }
+        TableFileFormat::Csv(DialectSettings { encoding, ..DialectSettings::default() })
+    }
+
+    fn settings(&self) -> TableSettings {
+        let on_missing = match self.keys.get("on_missing").map(String::as_str) {
+            Some("zero") => MissingPolicy::Zero,
+            Some(other) => panic!("{other}"),
+            None => MissingPolicy::Error,
+        };
+        TableSettings {
+            on_missing,
+            ignore: self.left_out.clone(),
+            task: TableTask::Regression,
+            ..target(&["y"])
+        }
+    }
+}
+
+/// Every value of every column is what the tool reads.
+#[test]
+fn files_are_read_as_the_tools_that_wrote_them_read_them() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data");
+    let tables: Vec<ToolTable> =
+        serde_json::from_slice(&fs::read(folder.join("tables.json")).unwrap()).unwrap();
+    assert!(tables.len() >= 8);
+    for table in tables {
+        let fixture = TableFixture::new();
+        let path = [folder.join(&table.file)];
+        let name = &table.file;
+        let (set, _) = fixture
+            .open(&path, &path, table.format(), &table.settings())
+            .unwrap_or_else(|error| panic!("{name}: {error}"));
+        let names = set.input_names();
+        assert_eq!(
+            names.iter().collect::<std::collections::BTreeSet<_>>(),
+            table.inputs.keys().collect(),
+            "{name}"
+        );
+        for (row, (input, _)) in all(&set).iter().enumerate() {
+            for (column, value) in names.iter().zip(input) {
+                assert_eq!(*value, table.inputs[column][row] as f32, "{name}, row {row}, `{column}`");
+            }
+        }
+    }
+}
+
+/// Opens a text with everything detected.
+fn detected(text: impl AsRef<[u8]>, settings: &TableSettings) -> Result<DatasetRef, DataError> {
+    let fixture = TableFixture::new();
+    let path = [fixture.file("a.csv", text)];
+    let format = TableFileFormat::Csv(DialectSettings::default());
+    fixture.open(&path, &path, format, settings).map(|(train, _)| train)
+}
+
+#[test]
+fn what_stays_open_is_refused_with_the_line_the_value_and_the_key() {
+    let settings = || TableSettings { task: TableTask::Regression, ..target(&["y"]) };
+    let many: String = (0..60).map(|i| format!("{}.5;1\n", i * 7)).collect();
+    let cases = [
+        ("x;y\n1,234;1\n5,678;2\n", "column `x`: `1,234` in line 2 may have a decimal comma", "decimal"),
+        ("x;y\n1,5;1\n1.5;2\n", "column `x`: `1.5` in line 3 has another decimal mark", "decimal"),
+        (
+            "x;y\n5%;1\n0.05;2\n",
+            "column `x`: `0.05` in line 3: some values have a percent sign",
+            "categorical",
+        ),
+        ("x;y\n$5;1\n€6;2\n", "column `x`: `€6` in line 3 has another currency", "categorical"),
+        ("x;y\n01/02/2020;1\n03/04/2020;2\n", "`01/02/2020` in line 2 may be the day or the month", "dates"),
+        (
+            &format!("x;y\n{many}abc;1\n"),
+            "column `x`: nearly all values are numbers, but `abc` in line 62",
+            "missing",
+        ),
+        ("x;y\ninf;1\n2;1\n", "line 2, column `x`: `inf` is not a finite number", "on_bad_record"),
+    ];
+    for (text, expected, key) in cases {
+        let set = detected(text, &settings());
+        let error = set.and_then(|set| (0..set.len()).try_for_each(|i| read(&set, i).map(drop))).unwrap_err();
+        assert!(error.to_string().contains(expected), "{error}");
+        assert!(error.hint().unwrap().contains(key), "{:?}", error.hint());
+    }
+    let latin = detected(b"x;name;y\n1;M\xfcller;1\n2;b;2\n", &settings()).err().unwrap();
+    assert!(latin.to_string().contains("is not UTF-8 text; `encoding` says what else it is"), "{latin}");
+    let header = detected(b"gr\xf6\xdfe;y\n1;1\n2;2\n", &settings()).err().unwrap();
+    assert!(header.to_string().contains("line 1: the column name"), "{header}");
+}
+
+#[test]
+fn keys_decide_what_stays_open() {
+    let inputs = |text: &str, settings: TableSettings| {
+        let set = detected(text, &TableSettings { task: TableTask::Regression, ..settings }).unwrap();
+        all(&set).into_iter().map(|(input, _)| input).collect::<Vec<_>>()
+    };
+    let comma = TableSettings { decimal: Some(DecimalMark::Comma), ..target(&["y"]) };
+    assert_eq!(inputs("x;y\n1,234;1\n5,678;2\n", comma), [[1.234], [5.678]]);
+    let point = TableSettings { decimal: Some(DecimalMark::Point), ..target(&["y"]) };
+    assert_eq!(inputs("x;y\n1,234;1\n5,678;2\n", point), [[1234.0], [5678.0]]);
+    // Another column shows it.
+    assert_eq!(inputs("x;z;y\n1,234;0,5;1\n5,678;1;2\n", target(&["y"])), [[1.234, 0.5], [5.678, 1.0]]);
+    let month = TableSettings { dates: Some(DateOrder::MonthFirst), ..target(&["y"]) };
+    assert_eq!(inputs("x;y\n01/02/2020;1\n03/04/2020;2\n", month)[0], [2020.0, 1.0, 2.0, 3.0]);
+    // Declared columns are what they are declared to be.
+    let text = TableSettings { categorical: vec!["x".into()], ..target(&["y"]) };
+    assert_eq!(inputs("x;y\n1,234;1\n5,678;2\n", text), [[1.0, 0.0], [0.0, 1.0]]);
+    // A text among numbers is a bad record where those are skipped.
+    let many: String = (0..60).map(|i| format!("{}.5;1\n", i * 7)).collect();
+    let skip = TableSettings { skip_bad: true, ..target(&["y"]) };
+    let set = detected(format!("x;y\n{many}abc;1\n"), &TableSettings { task: TableTask::Regression, ..skip });
+    let set = set.unwrap();
+    assert_eq!((shape(&set), set.len()), (1, 61));
+    assert!(read(&set, 60).unwrap_err().is_bad_record());
+}
+
+#[test]
+fn row_numbers_without_a_name_are_no_input() {
+    let about = |text: &str| {
+        let set = detected(text, &TableSettings { task: TableTask::Regression, ..target(&["y"]) }).unwrap();
+        (set.input_names(), set.describe())
+    };
+    let (names, lines) = about(",x,y\n0,5,1\n1,5,2\n2,6,3\n");
+    assert_eq!(names, ["x"]);
+    assert_eq!(lines[0].0, "column 0");
+    assert!(lines[0].1.contains("not an input"), "{lines:?}");
+    assert_eq!(about("Unnamed: 0,x,y\n7,5,1\n3,5,2\n").0, ["x"]);
+    // Values that repeat, and fractions, are a column whose name is missing.
+    assert_eq!(about(",x,y\n0,5,1\n0,5,2\n").0, ["0", "x"]);
+    assert_eq!(about(",x,y\n0.5,5,1\n1.5,5,2\n").0, ["0", "x"]);
+    let chosen = TableSettings { columns: vec!["0".into(), "x".into()], ..target(&["y"]) };
+    let set = detected(",x,y\n0,5,1.5\n1,5,2.5\n", &chosen).unwrap();
+    assert_eq!(set.input_names(), ["0", "x"]);
+}
