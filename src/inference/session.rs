@@ -186,7 +186,8 @@ impl Session {
         output: PassOutput,
         options: &SessionOptions,
     ) -> Result<Self, Failure> {
-        let features = dataset.features().clone();
+        // Samples to be predicted have no target, and the model has the outputs that it was trained with.
+        let features = Features { target: model.features().target.clone(), ..dataset.features().clone() };
         let parts = Unloaded::new(model, &features, options)?;
         let workers = match model.job.data.loader.workers {
             0 => rayon::current_num_threads(),
