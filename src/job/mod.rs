@@ -31,11 +31,11 @@ use serde::{Deserialize, Serialize};
 
 pub use change::JobChange;
 pub use data::{
-    AugmentConfig, CategoryEncoding, ChatLoss, ColumnsConfig, Comment, CsvConfig, DataConfig, Dates, Decimal,
-    Delimiter, Encoding, FilesConfig, IdxConfig, ImageFit, ImagesConfig, JsonConfig, JsonlConfig,
-    LoaderConfig, NormalizePreset, OnBadRecord, OnMissing, OnUnknown, OneOrMany, ParquetConfig, Quote,
-    ShapesConfig, SourceConfig, Task, TextConfig, TextSyntheticConfig, TokenDtype, TokensConfig, TooLong,
-    WindowMode,
+    AugmentConfig, CategoryEncoding, ChatFormat, ChatLoss, ColumnsConfig, Comment, CsvConfig, DataConfig,
+    Dates, Decimal, Delimiter, Encoding, FilesConfig, IdxConfig, ImageFit, ImagesConfig, JsonConfig,
+    JsonlConfig, LoaderConfig, NormalizePreset, OnBadRecord, OnMissing, OnUnknown, OneOrMany, ParquetConfig,
+    Quote, ShapesConfig, SourceConfig, Task, TextConfig, TextSyntheticConfig, TokenDtype, TokensConfig,
+    TooLong, WindowMode,
 };
 pub use error::{ErrorCode, JobError, JobErrors};
 pub use image_models::{MobilenetConfig, ResnetConfig, Stem};

@@ -60,10 +60,14 @@ pub(super) fn contradictions(job: &Job, tree: &DeTable) -> Vec<SpannedError> {
             );
         }
     }
-    if let SourceConfig::Jsonl(JsonlConfig { label: Some(_), messages, pack, .. }) = &job.data.source {
+    if let SourceConfig::Jsonl(JsonlConfig { label: Some(_), messages, chat, pack, .. }) = &job.data.source {
         if *pack {
             let hint = "with `label` each record is a sample: remove `pack`";
             report("data.pack", "`data.pack` and `data.label` exclude each other".into(), hint.into());
+        }
+        if chat.is_some() {
+            let hint = "`label` classifies the text in `data.field`: remove `chat`";
+            report("data.chat", "`data.chat` and `data.label` exclude each other".into(), hint.into());
         }
         if messages.is_some() {
             let hint = "`label` classifies the text in `data.field`: remove `messages`";

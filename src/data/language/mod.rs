@@ -4,6 +4,7 @@
 //! the files on demand, so a dataset takes almost no memory, whatever its size.
 
 pub mod jsonl;
+mod npy;
 mod pieces;
 pub mod text;
 mod text_memory;

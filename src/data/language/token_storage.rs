@@ -4,7 +4,8 @@
 //! Files are read and not memory-mapped. Mapped pages count as resident memory, up to the size of the file, and
 //! truncating a mapped file kills the process with SIGBUS.
 //!
-//! A `.bin` file holds only ids, or llm.c's header of 256 32-bit words and then ids; all little endian.
+//! A `.bin` file holds only ids, or llm.c's header of 256 32-bit words and then ids; all little endian. NumPy's `.npy`
+//! files are read too.
 
 use std::{
     fs::File,
@@ -13,6 +14,7 @@ use std::{
 };
 
 use super::DataError;
+use super::npy::{NPY_MAGIC, NpyHeader};
 use crate::base::regular_file;
 use crate::data::files;
 
@@ -22,6 +24,8 @@ pub enum TokenWidth {
     U8 = 1,
     U16 = 2,
     U32 = 4,
+    /// NumPy's int64. An id still has to fit 32 bits.
+    U64 = 8,
 }
 
 impl TokenWidth {
@@ -44,6 +48,7 @@ impl TokenWidth {
             TokenWidth::U8 => into.extend(ids.iter().map(|&id| id as u8)),
             TokenWidth::U16 => ids.iter().for_each(|&id| into.extend((id as u16).to_le_bytes())),
             TokenWidth::U32 => ids.iter().for_each(|&id| into.extend(id.to_le_bytes())),
+            TokenWidth::U64 => ids.iter().for_each(|&id| into.extend(u64::from(id).to_le_bytes())),
         }
     }
 }
@@ -115,16 +120,30 @@ const HEADER_BYTES: u64 = 1024;
 const SNIFFED_IDS: usize = 1 << 14;
 
 impl TokenIdFile {
-    /// Opens a `.bin` file. Without `width`, the header decides. Without a header, ids are 16 bits wide as nanoGPT
-    /// writes them, unless every second 16-bit value at the start is 0: then they are 32 bits wide.
+    /// Opens a `.bin` or `.npy` file. Without `width`, the header decides. Without a header, ids are 16 bits wide as
+    /// nanoGPT writes them, unless the upper halves of wider ids are 0 at the start of the file: then they are 32 or 64
+    /// bits wide. A file that seems to have ids of one byte is refused.
     pub fn open(file: &Path, width: Option<TokenWidth>) -> Result<Self, DataError> {
         let stored = RandomAccessFile::open(file)?;
         let prefix = stored.read_prefix(4 * SNIFFED_IDS)?;
         let word = |i: usize| {
             prefix.get(4 * i..4 * i + 4).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]])).unwrap_or(0)
         };
+        if prefix.starts_with(NPY_MAGIC) {
+            return Self::from_npy(stored, &prefix, width);
+        }
         let known = HEADERS.iter().find(|(magic, ..)| stored.len >= HEADER_BYTES && word(0) == *magic);
         let Some(&(_, version, header_width)) = known else {
+            if width.is_none() && has_single_bytes(&prefix) {
+                return Err(DataError::Table {
+                    file: file.to_owned(),
+                    place: String::new(),
+                    problem:
+                        "its ids seem to have one byte each: even and odd bytes have the same small values"
+                            .into(),
+                    hint: "set `dtype = \"u8\"`, or \"u16\" if they have two bytes",
+                });
+            }
             let width = width.unwrap_or_else(|| guess_width(&prefix, stored.len));
             return Self::from_file(stored, 0, width);
         };
@@ -148,6 +167,26 @@ impl TokenIdFile {
             std::cmp::Ordering::Greater => Err(DataError::Truncated { file, declared, found }),
             std::cmp::Ordering::Less => Err(DataError::TrailingBytes { file, declared }),
             std::cmp::Ordering::Equal => Self::from_file(stored, HEADER_BYTES, header_width),
+        }
+    }
+
+    fn from_npy(
+        stored: RandomAccessFile,
+        prefix: &[u8],
+        width: Option<TokenWidth>,
+    ) -> Result<Self, DataError> {
+        let header = NpyHeader::parse(&stored.path, prefix)?;
+        if width.is_some_and(|width| width != header.width) {
+            let (name, value) = ("dtype", format!("u{}", 8 * width.unwrap_or(header.width).bytes()));
+            let expected = "the NumPy file declares another type; use \"auto\"";
+            return Err(DataError::InvalidSetting { name, value, expected });
+        }
+        let declared = header.count.saturating_mul(header.width.bytes() as u64).saturating_add(header.offset);
+        let (file, found) = (stored.path.clone(), stored.len);
+        match declared.cmp(&found) {
+            std::cmp::Ordering::Greater => Err(DataError::Truncated { file, declared, found }),
+            std::cmp::Ordering::Less => Err(DataError::TrailingBytes { file, declared }),
+            std::cmp::Ordering::Equal => Self::from_file(stored, header.offset, header.width),
         }
     }
 
@@ -192,6 +231,9 @@ impl TokenIdFile {
     /// Reads the ids of `range`, which must be within the file, into `into`, which must have the same length.
     pub fn read_ids(&self, range: Range<u64>, into: &mut [u32]) -> Result<(), DataError> {
         let (count, one) = (into.len(), self.width.bytes());
+        if self.width == TokenWidth::U64 {
+            return self.read_wide_ids(range.start, into);
+        }
         // Read narrow ids into the end of the slice and widen them in place from the start: writing id i never
         // overwrites bytes of a later id.
         let bytes: &mut [u8] = bytemuck::cast_slice_mut(into);
@@ -205,8 +247,30 @@ impl TokenIdFile {
                 TokenWidth::U32 => {
                     u32::from_le_bytes([bytes[from], bytes[from + 1], bytes[from + 2], bytes[from + 3]])
                 }
+                TokenWidth::U64 => unreachable!("wide ids are read above"),
             };
             bytes[4 * i..4 * i + 4].copy_from_slice(&u32::to_ne_bytes(id));
+        }
+        Ok(())
+    }
+
+    /// Reads ids of 64 bits, which do not fit `into` before they are converted.
+    fn read_wide_ids(&self, first: u64, into: &mut [u32]) -> Result<(), DataError> {
+        const PIECE_IDS: usize = 1024;
+        let mut buffer = [0; 8 * PIECE_IDS];
+        for (piece, start) in into.chunks_mut(PIECE_IDS).zip((first..).step_by(PIECE_IDS)) {
+            let bytes = &mut buffer[..8 * piece.len()];
+            self.stored.read(self.first_id_offset + 8 * start, bytes)?;
+            for (i, (id, bytes)) in piece.iter_mut().zip(bytes.as_chunks::<8>().0).enumerate() {
+                let wide = u64::from_le_bytes(*bytes);
+                *id = u32::try_from(wide).map_err(|_| DataError::Value {
+                    file: self.stored.path.clone(),
+                    record: start + i as u64,
+                    column: None,
+                    value: (wide as i64).to_string(),
+                    expected: "a token id".into(),
+                })?;
+            }
         }
         Ok(())
     }
@@ -214,11 +278,34 @@ impl TokenIdFile {
 
 /// Guesses the width from the start of a file of `len` bytes.
 fn guess_width(beginning: &[u8], len: u64) -> TokenWidth {
-    let (pairs, _) = beginning.as_chunks::<4>();
-    let high_are_zero = len.is_multiple_of(4) && pairs.iter().all(|b| b[2] == 0 && b[3] == 0);
-    let low_are_not = pairs.iter().any(|b| b[0] != 0 || b[1] != 0);
-    // With only a few ids, the pattern could be a coincidence.
-    if pairs.len() >= 16 && high_are_zero && low_are_not { TokenWidth::U32 } else { TokenWidth::U16 }
+    /// With only a few ids, the pattern could be a coincidence.
+    const MIN_IDS: usize = 16;
+    let zero_above = |bytes: usize| {
+        let words = || beginning.chunks_exact(bytes);
+        let some = words().any(|word| word[..bytes / 2].iter().any(|byte| *byte != 0));
+        let all = words().all(|word| word[bytes / 2..].iter().all(|byte| *byte == 0));
+        words().len() >= MIN_IDS && some && all
+    };
+    if len.is_multiple_of(8) && zero_above(8) {
+        TokenWidth::U64
+    } else if len.is_multiple_of(4) && zero_above(4) {
+        TokenWidth::U32
+    } else {
+        TokenWidth::U16
+    }
+}
+
+/// Whether the file looks like ids of one byte: even and odd bytes have the same values, all of them small. The upper
+/// bytes of wider ids have few values, and the lower ones have nearly all.
+fn has_single_bytes(beginning: &[u8]) -> bool {
+    const MIN_BYTES: usize = 1024;
+    let mut seen = [[false; 256]; 2];
+    beginning.iter().enumerate().for_each(|(i, byte)| seen[i % 2][usize::from(*byte)] = true);
+    let [even, odd] = seen;
+    let both = even.iter().zip(&odd).filter(|(even, odd)| **even && **odd).count();
+    let either = even.iter().zip(&odd).filter(|(even, odd)| **even || **odd).count();
+    let small = either > 2 && even[128..].iter().chain(&odd[128..]).all(|seen| !seen);
+    beginning.len() >= MIN_BYTES && small && 10 * both >= 8 * either
 }
 
 /// The ids of several files as one sequence.
@@ -311,6 +398,41 @@ mod tests {
         let mut into = vec![9; ids.len() as usize];
         ids.read_ids(0..ids.len(), &mut into).unwrap();
         into
+    }
+
+    #[test]
+    fn files_of_numpy_are_read_as_what_they_are() {
+        let folder = tempfile::tempdir().unwrap();
+        let ids: Vec<u32> = (0..3000).map(|i| i * 7 % 1000).collect();
+        for (dtype, width) in [("<u2", TokenWidth::U16), ("<i4", TokenWidth::U32), ("<i8", TokenWidth::U64)] {
+            let text = format!("{{'descr': '{dtype}', 'fortran_order': False, 'shape': (3000,), }}\n");
+            let mut bytes =
+                [NPY_MAGIC, &[1, 0], &(text.len() as u16).to_le_bytes(), text.as_bytes()].concat();
+            width.write_ids(&ids, &mut bytes);
+            let open = |bytes: &[u8]| TokenIdFile::open(&file(folder.path(), "a.npy", bytes), None);
+            assert_eq!(all(&open(&bytes).unwrap()), ids, "{dtype}");
+            assert!(matches!(open(&bytes[..bytes.len() - 8]).unwrap_err(), DataError::Truncated { .. }));
+        }
+        // `ids.tofile(...)` of int64 has no header.
+        let mut wide = Vec::new();
+        TokenWidth::U64.write_ids(&ids, &mut wide);
+        let raw = TokenIdFile::open(&file(folder.path(), "a.bin", &wide), None).unwrap();
+        assert_eq!((raw.width(), all(&raw)), (TokenWidth::U64, ids));
+        wide[8 * 20..8 * 21].copy_from_slice(&(-5i64).to_le_bytes());
+        let mut into = [0; 30];
+        let wide = file(folder.path(), "b.bin", &wide);
+        let error = TokenIdFile::open(&wide, Some(TokenWidth::U64)).unwrap().read_ids(0..30, &mut into);
+        let error = error.unwrap_err().to_string();
+        assert!(error.contains("record 20: `-5` is not a token id"), "{error}");
+        // Characters of one byte each, as `numpy.uint8` stores them.
+        let narrow: Vec<u8> = (0..4000u32).map(|i| (i * i % 65) as u8).collect();
+        let narrow = file(folder.path(), "c.bin", &narrow);
+        let error = TokenIdFile::open(&narrow, None).unwrap_err();
+        assert!(
+            error.to_string().contains("one byte each") && error.hint().unwrap().contains("dtype"),
+            "{error}"
+        );
+        assert_eq!(TokenIdFile::open(&narrow, Some(TokenWidth::U8)).unwrap().len(), 4000);
     }
 
     #[test]

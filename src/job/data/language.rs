@@ -33,7 +33,8 @@ pub struct TextConfig {
 pub struct TokensConfig {
     #[serde(flatten)]
     pub files: FilesConfig,
-    /// Type of an id; `auto` follows llm.c's header; without a header it is `u16`, or `u32` if every second `u16` is 0.
+    /// Type of an id; `auto` follows the header of llm.c or NumPy (`.npy`); without a header it is `u16`, or `u32` or
+    /// `u64` if the upper halves of the first ids are 0. Files that seem to have ids of one byte are refused.
     #[serde(default)]
     pub dtype: TokenDtype,
     /// Vocabulary size; if absent, that of `tokenizer`, or else the largest id in the files plus one.
@@ -60,10 +61,13 @@ pub struct JsonlConfig {
     #[serde(default = "characters")]
     #[schemars(extend("format" = "path", "x-words" = ["characters", "bytes"]))]
     pub tokens: String,
-    /// The field with the text; unused with `messages`.
+    /// The field with the text; unused with `messages` and `chat`. Here and below, `a.b` is field `b` of the object `a`.
     #[serde(default = "text")]
     pub field: String,
-    /// The field with a chat: a list of messages, each with `role` (system, user, assistant or tool) and `content`.
+    /// How a chat is stored.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub chat: Option<ChatFormat>,
+    /// The field with the messages of a chat; by default `messages`, or `conversations` with `chat = "sharegpt"`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub messages: Option<String>,
     /// The chat template: `chatml`, `llama2`, `llama3`, `gemma`, `plain`, the one published with the tokenizer
@@ -99,6 +103,21 @@ pub struct JsonlConfig {
     pub separator: String,
 }
 
+/// How a chat is stored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum ChatFormat {
+    /// A list of messages with `role` (system, developer, user, assistant or tool) and `content`: a text, a list of
+    /// parts that are texts, or null beside `tool_calls`. `messages = "FIELD"` alone means this too.
+    Messages,
+    /// A list of messages with `from` (human, gpt, system and so on) and `value`.
+    Sharegpt,
+    /// The fields `instruction` and `output`, and optionally `input` and `system`.
+    Alpaca,
+    /// The fields `prompt` and `completion`, each a text or a list of messages.
+    PromptCompletion,
+}
+
 /// Which tokens of a chat contribute to the loss.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
@@ -129,8 +148,12 @@ pub enum TooLong {
 pub enum TokenDtype {
     #[default]
     Auto,
+    U8,
     U16,
     U32,
+    /// Or `i64`: each id must fit 32 bits.
+    #[serde(alias = "i64")]
+    U64,
 }
 
 /// How the training windows of a text are placed; those of the validation set are contiguous.

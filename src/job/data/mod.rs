@@ -16,7 +16,9 @@ pub use augment::AugmentConfig;
 pub use files::FilesConfig;
 pub use generated::{ShapesConfig, TextSyntheticConfig};
 pub use images::{IdxConfig, ImageFit, ImagesConfig, NormalizePreset};
-pub use language::{ChatLoss, JsonlConfig, TextConfig, TokenDtype, TokensConfig, TooLong, WindowMode};
+pub use language::{
+    ChatFormat, ChatLoss, JsonlConfig, TextConfig, TokenDtype, TokensConfig, TooLong, WindowMode,
+};
 pub use loader::{LoaderConfig, OnBadRecord};
 pub use one_or_many::OneOrMany;
 pub use tables::{

@@ -42,8 +42,10 @@ pub(super) fn tokens(
         valid_fraction: s.files.valid_fraction,
         width: match s.dtype {
             job::TokenDtype::Auto => None,
+            job::TokenDtype::U8 => Some(TokenWidth::U8),
             job::TokenDtype::U16 => Some(TokenWidth::U16),
             job::TokenDtype::U32 => Some(TokenWidth::U32),
+            job::TokenDtype::U64 => Some(TokenWidth::U64),
         },
         vocab: s.vocab,
         tokenizer: s.tokenizer.clone(),
@@ -72,9 +74,20 @@ pub(super) fn jsonl_of_classes(
     (classes, unlabelled): (&[String], bool),
     opening: &DatasetContext,
 ) -> Result<Datasets, Failure> {
-    let chat = s.messages.as_ref().map(|field| {
+    let list = |default: &str| {
+        let field = s.messages.clone().unwrap_or_else(|| default.to_owned());
+        jsonl::ChatFormat::Messages { field }
+    };
+    let format = match s.chat {
+        Some(job::ChatFormat::Messages) => Some(list("messages")),
+        Some(job::ChatFormat::Sharegpt) => Some(list("conversations")),
+        Some(job::ChatFormat::Alpaca) => Some(jsonl::ChatFormat::Alpaca),
+        Some(job::ChatFormat::PromptCompletion) => Some(jsonl::ChatFormat::PromptCompletion),
+        None => s.messages.as_ref().map(|_| list("messages")),
+    };
+    let chat = format.map(|format| {
         Ok::<_, DataError>(jsonl::ChatSettings {
-            field: field.clone(),
+            format,
             template: template(&s.template)?,
             loss: match s.loss {
                 job::ChatLoss::Answers => jsonl::ChatLossScope::Assistant,

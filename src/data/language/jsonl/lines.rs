@@ -131,6 +131,9 @@ impl<'a> OpenFile<'a> {
             let before = self.pending.len();
             let read = self.reader.by_ref().take(PIECE_BYTES as u64).read_to_end(&mut self.pending);
             let ended = read.map_err(|error| files::read_error(self.file, error))? < PIECE_BYTES;
+            if !self.saw_data && self.pending.starts_with(b"\xef\xbb\xbf") {
+                self.pending.drain(..3);
+            }
             self.saw_data |= !self.pending.is_empty();
             let whole = match memchr::memrchr(b'\n', &self.pending[before..]) {
                 _ if ended => self.pending.len(),
@@ -178,7 +181,7 @@ mod tests {
     fn lines_are_numbered_through_chunks_and_blank_ones_left_out() {
         let long = "x".repeat(700_000);
         let text = format!("a\r\n\n{long}\nb\n  \nc");
-        let all = numbered(&[text.as_bytes(), b"d\n"]).unwrap();
+        let all = numbered(&[text.as_bytes(), b"\xef\xbb\xbfd\n"]).unwrap();
         let expected = [(1, "a"), (3, &*long), (4, "b"), (6, "c"), (1, "d")];
         assert_eq!(all, expected.map(|(n, line)| (n, line.to_owned())));
         assert!(matches!(numbered(&[b""]).unwrap_err(), DataError::EmptyFile { .. }));

@@ -3,6 +3,7 @@
 //! Records are tokenized once into the cache. A sample is one padded record or, with packing, a window over the
 //! concatenation of all records.
 
+mod chat_formats;
 mod jinja;
 mod lines;
 mod record;
@@ -30,6 +31,7 @@ use lines::convert_lines;
 use record::{RecordContent, RecordReader};
 use tokenized::TokenizedRecords;
 
+pub use chat_formats::ChatFormat;
 pub use jinja::MAX_TEMPLATE_BYTES as TEMPLATE_BYTES;
 pub use record::{ChatLossScope, OverlongPolicy};
 pub use template::{BUILTIN_TEMPLATES as TEMPLATES, ChatMessage, ChatTemplate};
@@ -66,8 +68,7 @@ pub struct JsonlSettings {
 /// Chat messages and how they are rendered.
 #[derive(Clone, Debug)]
 pub struct ChatSettings {
-    /// Field that holds the messages.
-    pub field: String,
+    pub format: ChatFormat,
     /// A built-in template's name, a template's source, or "auto" for the tokenizer's own.
     pub template: String,
     pub loss: ChatLossScope,
@@ -156,7 +157,7 @@ fn build_content(
         return Ok(RecordContent::Text { field: settings.field.clone() });
     };
     let template = Box::new(chat_template(&chat.template, tokenizer)?);
-    Ok(RecordContent::Chat { field: chat.field.clone(), template, loss: chat.loss })
+    Ok(RecordContent::Chat { format: chat.format.clone(), template, loss: chat.loss })
 }
 
 /// The chat template that `requested` names: built-in, "auto" for the tokenizer's own, or the source of one.

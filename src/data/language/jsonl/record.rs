@@ -5,16 +5,17 @@ use serde_json::Value;
 use super::super::DataError;
 use super::super::text_memory::{TextError, check_bytes, json_bytes};
 use super::super::tokenizer::Tokenizer;
+use super::chat_formats::{self, ChatFormat};
 use super::lines::LineContext;
-use super::template::{ChatMessage, ChatTemplate, ROLES, RenderedChat};
+use super::template::{ChatTemplate, RenderedChat};
 use crate::data::bad_records::BadRecordPolicy;
 
 /// Which part of a record is the text.
 pub enum RecordContent {
     /// The text in this field.
     Text { field: String },
-    /// The messages in this field, rendered by the template.
-    Chat { field: String, template: Box<ChatTemplate>, loss: ChatLossScope },
+    /// The messages, rendered by the template.
+    Chat { format: ChatFormat, template: Box<ChatTemplate>, loss: ChatLossScope },
 }
 
 /// Which tokens of a chat contribute to the loss.
@@ -152,11 +153,18 @@ impl RecordReader<'_> {
     fn render(&self, object: &Value, limit: u64) -> Result<RenderedChat, TextError> {
         let talk = match self.content {
             RecordContent::Text { field } => {
-                let text = string(object, field)?.to_owned();
+                let text = string(object, field).map_err(|problem| match chat_formats::suggest(object) {
+                    Some(keys) if lookup(object, field).is_none() => {
+                        format!("{problem}; it looks like a chat: set {keys}")
+                    }
+                    _ => problem,
+                })?;
+                let text = text.to_owned();
                 RenderedChat { text, answer_spans: Vec::new() }
             }
-            RecordContent::Chat { field, template, loss } => {
-                template.render_chat(&messages(object, field)?, *loss == ChatLossScope::Assistant, limit)?
+            RecordContent::Chat { format, template, loss } => {
+                let messages = chat_formats::messages(object, format)?;
+                template.render_chat(&messages, *loss == ChatLossScope::Assistant, limit)?
             }
         };
         match talk.text.is_empty() {
@@ -175,7 +183,7 @@ fn parse_object(line: &[u8], limit: u64) -> Result<Value, TextError> {
     }
 }
 
-fn json_type(value: &Value) -> &'static str {
+pub(super) fn json_type(value: &Value) -> &'static str {
     match value {
         Value::Null => "null",
         Value::Bool(_) => "true or false",
@@ -186,34 +194,25 @@ fn json_type(value: &Value) -> &'static str {
     }
 }
 
-fn field<'a>(object: &'a Value, name: &str) -> Result<&'a Value, String> {
+/// The field of that name or, if there is none, at that path of nested objects: `a.b`.
+pub(super) fn lookup<'a>(object: &'a Value, name: &str) -> Option<&'a Value> {
+    object.get(name).or_else(|| {
+        let (first, rest) = name.split_once('.')?;
+        lookup(object.get(first)?, rest)
+    })
+}
+
+pub(super) fn field<'a>(object: &'a Value, name: &str) -> Result<&'a Value, String> {
     let names = || {
         let known = object.as_object().into_iter().flatten().map(|(name, _)| format!("`{name}`"));
         known.take(8).collect::<Vec<_>>().join(", ")
     };
-    object.get(name).ok_or_else(|| format!("no field `{name}`; the fields are {}", names()))
+    lookup(object, name).ok_or_else(|| format!("no field `{name}`; the fields are {}", names()))
 }
 
-fn string<'a>(object: &'a Value, name: &str) -> Result<&'a str, String> {
+pub(super) fn string<'a>(object: &'a Value, name: &str) -> Result<&'a str, String> {
     let value = field(object, name)?;
     value.as_str().ok_or_else(|| format!("`{name}` must be a string, not {}", json_type(value)))
-}
-
-fn messages(object: &Value, name: &str) -> Result<Vec<ChatMessage>, String> {
-    let value = field(object, name)?;
-    let list =
-        value.as_array().ok_or_else(|| format!("`{name}` must be a list, not {}", json_type(value)))?;
-    if list.is_empty() {
-        return Err(format!("`{name}` is empty"));
-    }
-    let message = |value: &Value| {
-        let (role, content) = (string(value, "role")?, string(value, "content")?);
-        if !ROLES.contains(&role) {
-            return Err(format!("unknown role `{role}` of a message; expected one of {}", ROLES.join(", ")));
-        }
-        Ok(ChatMessage { role: role.to_owned(), content: content.to_owned() })
-    };
-    list.iter().map(message).collect()
 }
 
 /// Class name of a record; integers and booleans are valid names.
@@ -253,7 +252,7 @@ mod tests {
     fn chat(loss: ChatLossScope) -> RecordContent {
         let plain = BUILTIN_TEMPLATES.iter().find(|(name, _)| *name == "plain").unwrap().1;
         let template = Box::new(ChatTemplate::new(plain, String::new(), String::new()).unwrap());
-        RecordContent::Chat { field: "messages".into(), template, loss }
+        RecordContent::Chat { format: ChatFormat::Messages { field: "messages".into() }, template, loss }
     }
 
     fn read(
@@ -291,6 +290,18 @@ mod tests {
             let document = read(&text(), Some("label"), 99, OverlongPolicy::Truncate, &line).unwrap();
             assert_eq!((document.label.as_deref(), document.ids.len()), (Some(name), 1));
         }
+    }
+
+    #[test]
+    fn nested_fields_are_named_by_their_path() {
+        let content = RecordContent::Text { field: "a.b".into() };
+        for line in [r#"{"a": {"b": "hello"}}"#, r#"{"a.b": "hello", "a": {"b": "other"}}"#] {
+            let document = read(&content, None, 99, OverlongPolicy::Truncate, line).unwrap();
+            assert_eq!(decoded(&document.ids), "hello", "{line}");
+        }
+        let chat = r#"{"conversations": [{"from": "human", "value": "x"}]}"#;
+        let error = read(&text(), None, 99, OverlongPolicy::Truncate, chat).unwrap_err();
+        assert!(error.contains("it looks like a chat: set `chat = \"sharegpt\"`"), "{error}");
     }
 
     #[test]

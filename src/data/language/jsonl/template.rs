@@ -8,7 +8,7 @@ use std::ops::Range;
 use std::rc::Rc;
 
 use super::super::text_memory::TextError;
-use super::jinja::{Meter, ParsedTemplate, RenderLimits, Value};
+use super::jinja::{Meter, ParsedTemplate, RenderLimits, Result as JinjaResult, Value};
 
 /// Built-in templates by name.
 pub const BUILTIN_TEMPLATES: [(&str, &str); 5] = [
@@ -51,14 +51,74 @@ pub const BUILTIN_TEMPLATES: [(&str, &str); 5] = [
 ];
 
 /// One chat message.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct ChatMessage {
     pub role: String,
-    pub content: String,
+    /// `None` beside tool calls.
+    pub content: Option<String>,
+    /// Other fields that templates know: `tool_calls`, `name` and so on.
+    pub more: Vec<(&'static str, serde_json::Value)>,
 }
 
-/// Valid roles.
-pub const ROLES: [&str; 4] = ["system", "user", "assistant", "tool"];
+impl ChatMessage {
+    pub fn new(role: &str, content: impl Into<String>) -> Self {
+        Self { role: role.into(), content: Some(content.into()), more: Vec::new() }
+    }
+
+    /// Bytes of its texts.
+    fn bytes(&self) -> usize {
+        let more: usize = self.more.iter().map(|(name, value)| name.len() + json_text_bytes(value)).sum();
+        self.role.len() + self.content.as_ref().map_or(0, String::len) + more
+    }
+
+    /// As the built-in templates take it: they know no developer and no tool calls, so that a call becomes text, as
+    /// Hermes and Qwen write it.
+    fn simplified(&self) -> Self {
+        let role = if self.role == "developer" { "system" } else { self.role.as_str() };
+        let mut content = self.content.clone().unwrap_or_default();
+        for call in self.more.iter().flat_map(|(name, value)| tool_calls(name, value)) {
+            if !content.is_empty() {
+                content.push('\n');
+            }
+            content += &format!("<tool_call>\n{call}\n</tool_call>");
+        }
+        Self::new(role, content)
+    }
+}
+
+/// The calls in a field of a message: `{"name": ..., "arguments": ...}` each.
+fn tool_calls(name: &str, value: &serde_json::Value) -> Vec<serde_json::Value> {
+    match (name, value) {
+        ("tool_calls", serde_json::Value::Array(calls)) => {
+            calls.iter().map(|call| call.get("function").unwrap_or(call)).map(call_with_arguments).collect()
+        }
+        ("function_call", call) => vec![call_with_arguments(call)],
+        _ => Vec::new(),
+    }
+}
+
+/// OpenAI publishes the arguments as a string of JSON; models are trained on the object.
+fn call_with_arguments(call: &serde_json::Value) -> serde_json::Value {
+    let mut call = call.clone();
+    if let Some(arguments) = call.get_mut("arguments")
+        && let Some(parsed) = arguments.as_str().and_then(|text| serde_json::from_str(text).ok())
+    {
+        *arguments = parsed;
+    }
+    call
+}
+
+/// Bytes of the texts in a value, and some for each value.
+fn json_text_bytes(value: &serde_json::Value) -> usize {
+    use serde_json::Value::*;
+    BYTES_PER_MESSAGE
+        + match value {
+            String(text) => text.len(),
+            Array(values) => values.iter().map(json_text_bytes).sum(),
+            Object(fields) => fields.iter().map(|(name, value)| name.len() + json_text_bytes(value)).sum(),
+            Null | Bool(_) | Number(_) => 0,
+        }
+}
 
 /// A rendered chat and the byte ranges of the assistant's answers.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -71,6 +131,7 @@ pub struct ChatTemplate {
     program: ParsedTemplate,
     bos: String,
     eos: String,
+    is_builtin: bool,
 }
 
 /// Byte limit of a rendering: this base, plus `BYTES_PER_BYTE` for each byte of the messages.
@@ -89,7 +150,8 @@ const MAX_STEPS: u64 = 200_000_000;
 impl ChatTemplate {
     /// Parses a template; `bos` and `eos` become its `bos_token` and `eos_token`.
     pub fn new(source: &str, bos: String, eos: String) -> Result<Self, String> {
-        Ok(Self { program: ParsedTemplate::parse(source)?, bos, eos })
+        let is_builtin = BUILTIN_TEMPLATES.iter().any(|(_, known)| *known == source);
+        Ok(Self { program: ParsedTemplate::parse(source)?, bos, eos, is_builtin })
     }
 
     /// Renders `messages` within `budget` bytes; deducts the steps used from `steps_left`.
@@ -100,15 +162,22 @@ impl ChatTemplate {
         budget: usize,
         steps_left: &mut u64,
     ) -> Result<String, TextError> {
-        let input =
-            messages.iter().map(|m| m.role.len() + m.content.len() + BYTES_PER_MESSAGE).sum::<usize>();
+        let input = messages.iter().map(|message| message.bytes() + BYTES_PER_MESSAGE).sum::<usize>();
         let limits = RenderLimits { bytes: BASE_BYTES + BYTES_PER_BYTE * input, budget, steps: *steps_left };
         let names = |meter: &Rc<Meter>| {
             let (role, content) = (meter.text("role")?, meter.text("content")?);
             let mut all = Vec::with_capacity(messages.len());
             for m in messages {
-                let (own_role, own_content) = (meter.text(m.role.as_str())?, meter.text(m.content.as_str())?);
-                all.push(meter.map(vec![(role.clone(), own_role), (content.clone(), own_content)])?);
+                let own_content = match &m.content {
+                    Some(text) => meter.text(text.as_str())?,
+                    None => Value::None,
+                };
+                let mut fields =
+                    vec![(role.clone(), meter.text(m.role.as_str())?), (content.clone(), own_content)];
+                for (name, value) in &m.more {
+                    fields.push((meter.text(*name)?, json_value(meter, value)?));
+                }
+                all.push(meter.map(fields)?);
             }
             Ok(vec![
                 ("messages", meter.list(all)?),
@@ -147,6 +216,14 @@ impl ChatTemplate {
         with_answers: bool,
         limit: u64,
     ) -> Result<RenderedChat, TextError> {
+        let simplified: Vec<ChatMessage>;
+        let messages = match self.is_builtin {
+            true => {
+                simplified = messages.iter().map(ChatMessage::simplified).collect();
+                &simplified[..]
+            }
+            false => messages,
+        };
         let (mut steps_left, budget) = (MAX_STEPS, (limit / LIVE_RENDERINGS) as usize);
         let text = self.render(messages, false, budget, &mut steps_left)?;
         let mut answers: Vec<Range<usize>> = Vec::new();
@@ -169,6 +246,30 @@ impl ChatTemplate {
     }
 }
 
+/// A value of JSON as a template sees it.
+fn json_value<'t>(meter: &Rc<Meter>, value: &serde_json::Value) -> JinjaResult<Value<'t>> {
+    Ok(match value {
+        serde_json::Value::Null => Value::None,
+        serde_json::Value::Bool(flag) => Value::Bool(*flag),
+        serde_json::Value::Number(number) => match number.as_i64() {
+            Some(whole) => Value::Int(whole),
+            None => Value::Float(number.as_f64().unwrap_or(f64::NAN)),
+        },
+        serde_json::Value::String(text) => meter.text(text.as_str())?,
+        serde_json::Value::Array(values) => {
+            let values: JinjaResult<Vec<_>> = values.iter().map(|value| json_value(meter, value)).collect();
+            meter.list(values?)?
+        }
+        serde_json::Value::Object(fields) => {
+            let field = |(name, value): (&String, &serde_json::Value)| {
+                Ok((meter.text(name.as_str())?, json_value(meter, value)?))
+            };
+            let fields: JinjaResult<Vec<_>> = fields.iter().map(field).collect();
+            meter.map(fields?)?
+        }
+    })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -188,10 +289,8 @@ mod tests {
         let source =
             BUILTIN_TEMPLATES.iter().find(|(known, _)| *known == name).map_or(name, |(_, source)| source);
         let template = ChatTemplate::new(source, "<s>".into(), "</s>".into())?;
-        let messages: Vec<ChatMessage> = messages
-            .iter()
-            .map(|&(role, content)| ChatMessage { role: role.into(), content: content.into() })
-            .collect();
+        let messages: Vec<ChatMessage> =
+            messages.iter().map(|&(role, content)| ChatMessage::new(role, content)).collect();
         let RenderedChat { text, answer_spans: answers } = template.render_chat(&messages, true, limit)?;
         let answers = answers.into_iter().map(|range| text[range].to_owned()).collect();
         Ok((text, answers))
@@ -235,6 +334,24 @@ mod tests {
         assert_eq!(answers, ["Hello!<end_of_turn>"]);
         assert_eq!(chat("plain", &CHAT).unwrap().1, [" Hello!", " Ciao"]);
         assert_eq!(chat("gemma", &CHAT).unwrap_err().split(" (").next().unwrap(), "it knows no role system");
+    }
+
+    #[test]
+    fn tool_calls_are_text_for_a_built_in_template_and_values_for_others() {
+        let calls = serde_json::json!([{"function": {"name": "add", "arguments": "{\"a\": 1}"}}]);
+        let call = ChatMessage { role: "assistant".into(), content: None, more: vec![("tool_calls", calls)] };
+        let messages = [ChatMessage::new("developer", "x"), ChatMessage::new("user", "y"), call];
+        let rendered = |source: &str| {
+            let template = ChatTemplate::new(source, "".into(), "".into()).unwrap();
+            template.render_chat(&messages, true, u64::MAX).unwrap().text
+        };
+        assert_eq!(
+            rendered(BUILTIN_TEMPLATES[4].1),
+            "system: x\nuser: y\nassistant: <tool_call>\n{\"name\":\"add\",\"arguments\":{\"a\":1}}\n</tool_call>\n"
+        );
+        let own = "{% for m in messages %}{% if m.content is none %}{{ m.tool_calls[0].function.name }}\
+                   {% else %}{{ m.role }} {% endif %}{% endfor %}";
+        assert_eq!(rendered(own), "developer user add");
     }
 
     /// What the record allows is an error of the record; what memory allows is not.

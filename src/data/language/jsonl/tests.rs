@@ -46,7 +46,8 @@ fn settings(train: PathBuf, context: usize) -> JsonlSettings {
 }
 
 fn chat(loss: ChatLossScope) -> Option<ChatSettings> {
-    Some(ChatSettings { field: "messages".into(), template: "plain".into(), loss })
+    let format = ChatFormat::Messages { field: "messages".into() };
+    Some(ChatSettings { format, template: "plain".into(), loss })
 }
 
 /// (input without padding, unmasked targets with their positions, length)
