@@ -443,9 +443,10 @@ fn generate_error(error: GenerateError) -> anyhow::Error {
         GenerateError::NotFinite { .. } => {
             (Exit::Diverged, Some("the weights are not finite, or too large for their dtype"))
         }
-        GenerateError::Step(_) | GenerateError::EmptyPrompt { .. } | GenerateError::Capacity { .. } => {
-            (Exit::Failure, None)
-        }
+        GenerateError::Step(_)
+        | GenerateError::Layout(_)
+        | GenerateError::EmptyPrompt { .. }
+        | GenerateError::Capacity { .. } => (Exit::Failure, None),
     };
     CliError { exit, message: error.to_string(), hint: hint.map(str::to_owned) }.into()
 }

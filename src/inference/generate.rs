@@ -28,6 +28,7 @@ use crate::layers::kv_cache::{CachePass, KvCache};
 use crate::layers::{Mode, PassContext};
 use crate::memory::{Ledger, Reservation};
 use crate::param_store::ParamStore;
+use crate::params::ParamLayout;
 use crate::planner::generation::{GenerationInputs, GenerationPlan, GenerationPlanError, token_bytes};
 use sampler::{Sampling, SamplingError};
 use sequence::Sequence;
@@ -55,6 +56,8 @@ pub enum GenerateError {
     Plan(#[from] GenerationPlanError),
     #[error(transparent)]
     Step(#[from] StepError),
+    #[error("the weights are not those of this model: {0}")]
+    Layout(String),
     #[error("prompt {prompt} has no tokens")]
     EmptyPrompt { prompt: usize },
     #[error("prompt {prompt} has {tokens} tokens, and the key-value cache was planned for {capacity}")]
@@ -74,6 +77,23 @@ impl From<candle_core::Error> for GenerateError {
 impl From<crate::memory::Oom> for GenerateError {
     fn from(error: crate::memory::Oom) -> Self {
         Self::Step(error.into())
+    }
+}
+
+/// Checks that the weights are those that the network reads, by name, shape and order.
+fn check_layout(expected: &ParamLayout, got: &ParamLayout) -> Result<(), GenerateError> {
+    let params = |layout: &ParamLayout| -> Vec<String> {
+        let specs = layout.params.in_declaration_order();
+        specs.map(|(spec, offset)| format!("`{}` {:?} at {offset}", spec.name, spec.shape)).collect()
+    };
+    let (expected, got) = (params(expected), params(got));
+    let longest = expected.len().max(got.len());
+    match (0..longest).find(|i| expected.get(*i) != got.get(*i)) {
+        None => Ok(()),
+        Some(i) => {
+            let name = |of: &[String]| of.get(i).map_or("none".to_owned(), String::clone);
+            Err(GenerateError::Layout(format!("expected {}, got {}", name(&expected), name(&got))))
+        }
     }
 }
 
@@ -107,6 +127,7 @@ impl<'a> Generator<'a> {
         store: &'a ParamStore,
         ledger: &'a Ledger,
     ) -> Result<Self, GenerateError> {
+        check_layout(&inputs.layout()?, &store.layout)?;
         let decode = inputs.network(1, plan.slots, plan.capacity)?;
         let reservations = vec![
             ledger.reserve(Role::Activations, "key-value cache", decode.cache.bytes(inputs.dtype))?,

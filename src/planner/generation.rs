@@ -14,7 +14,8 @@ use crate::graph::network::Executor;
 use crate::job::ModelConfig;
 use crate::kernels::matmul;
 use crate::memory::Ledger;
-use crate::models::{self, ModelError};
+use crate::models::{self, BuiltModel, ModelError};
+use crate::params::ParamLayout;
 
 /// Positions of a prompt per pass at most. Longer chunks make GEMMs hardly faster and take more memory.
 pub const MAX_CHUNK: usize = 512;
@@ -99,6 +100,24 @@ impl GenerationInputs<'_> {
         }
     }
 
+    fn refuse(&self, why: String) -> GenerationPlanError {
+        GenerationPlanError::NoTextModel { kind: self.model.kind(), why }
+    }
+
+    fn build(&self, length: usize) -> Result<BuiltModel, GenerationPlanError> {
+        if self.context().is_none() {
+            return Err(self.refuse("it needs a model of kind `gpt` or `llama`".into()));
+        }
+        let input = InputSpec::Tokens { length, vocab: self.vocab };
+        models::build(self.model, &Features::new(input, TargetSpec::Tokens))
+            .map_err(|error: ModelError| self.refuse(error.to_string()))
+    }
+
+    /// The layout of the parameters, which is that of training.
+    pub fn layout(&self) -> Result<ParamLayout, GenerationPlanError> {
+        Ok(self.build(1)?.layout)
+    }
+
     /// The network for `length` new positions per sequence, over a cache of `slots` sequences of `capacity` positions.
     pub fn network(
         &self,
@@ -106,17 +125,8 @@ impl GenerationInputs<'_> {
         slots: usize,
         capacity: usize,
     ) -> Result<DecodingNetwork, GenerationPlanError> {
-        let refuse = |why: String| GenerationPlanError::NoTextModel { kind: self.model.kind(), why };
-        if self.context().is_none() {
-            return Err(refuse("it needs a model of kind `gpt` or `llama`".into()));
-        }
-        let input = InputSpec::Tokens { length, vocab: self.vocab };
-        let built = models::build(self.model, &Features::new(input, TargetSpec::Tokens))
-            .map_err(|error: ModelError| refuse(error.to_string()))?;
-        let decoding = built
-            .network
-            .for_decoding(slots, capacity)
-            .map_err(|error: DecodingError| refuse(error.to_string()))?;
+        let decoding = self.build(length)?.network.for_decoding(slots, capacity);
+        let decoding = decoding.map_err(|error: DecodingError| self.refuse(error.to_string()))?;
         let network = match self.backend.is_reference() {
             true => decoding.network.on_reference(),
             false => {

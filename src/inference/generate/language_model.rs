@@ -6,7 +6,7 @@ use std::path::Path;
 use candle_core::{DType, Device};
 
 use super::{GenerateError, Generator};
-use crate::base::features::{Features, InputSpec, TargetSpec};
+use crate::base::features::InputSpec;
 use crate::base::{Backend, Role};
 use crate::data::DatasetContext;
 use crate::data::language::tokenizer::{Separator, Tokenizer, TokenizerSpec};
@@ -17,7 +17,6 @@ use crate::job::{ModelConfig, SourceConfig};
 use crate::kernels::matmul;
 use crate::memory::Reservation;
 use crate::memory::process::{ProcessMemory, ThreadStacks};
-use crate::models;
 use crate::param_store::ParamStore;
 use crate::planner::generation::{
     GenerationInputs, GenerationPlan, GenerationPlanError, GenerationRequest, plan_generation,
@@ -119,8 +118,8 @@ impl LanguageModel {
             let (kind, why) = (config.kind(), "its inputs are not tokens".to_owned());
             return Err(GenerateError::from(GenerationPlanError::NoTextModel { kind, why }).into());
         };
-        let features = Features::new(InputSpec::Tokens { length: 1, vocab }, TargetSpec::Tokens);
-        let layout = models::build(&config, &features).map_err(Failure::from)?.layout;
+        let inputs = GenerationInputs { model: &config, vocab, dtype, backend, weight_bytes: 0 };
+        let layout = inputs.layout().map_err(GenerateError::from)?;
         let weight_bytes = (layout.params.len * dtype.size_in_bytes()) as u64;
         let stacks = ThreadStacks {
             compute_threads: rayon::current_num_threads(),
@@ -132,7 +131,7 @@ impl LanguageModel {
             Some(gpu) => gpu.limit,
             None => options.ram.saturating_sub(process),
         };
-        let inputs = GenerationInputs { model: &config, vocab, dtype, backend, weight_bytes };
+        let inputs = GenerationInputs { weight_bytes, ..inputs };
         let plan = plan_generation(&inputs, request, budget).map_err(GenerateError::from)?;
         // Weights are loaded one by one before there is a cache: as read, and as a tensor.
         let largest = layout.params.iter().map(|(spec, _)| spec.len()).max().unwrap_or(0);

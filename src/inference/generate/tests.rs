@@ -246,6 +246,19 @@ fn prompts_that_cannot_run_are_refused_before_anything_does() {
     assert_eq!(error(&[vec![99]]), "token 99 of prompt 0 is not in the vocabulary, which has 37");
 }
 
+#[test]
+fn weights_of_another_model_are_refused() {
+    let (gpt, llama) = (Subject::new(GPT, DType::F32), Subject::new(LLAMA, DType::F32));
+    let ledger = Ledger::new(1 << 30, None);
+    let error = Generator::new(gpt.inputs(), gpt.plan(1, 8, 8), &llama.weights.store, &ledger).err().unwrap();
+    let text = error.to_string();
+    assert!(text.contains("`transformer.wte.weight` [37, 16]"), "{text}");
+    let shorter = Subject::new(&GPT.replace("context = 24", "context = 23"), DType::F32);
+    let error =
+        Generator::new(gpt.inputs(), gpt.plan(1, 8, 8), &shorter.weights.store, &ledger).err().unwrap();
+    assert!(error.to_string().contains("`transformer.wpe.weight` [24, 16]"), "{error}");
+}
+
 /// The planned bytes are what the ledger sees, for any sizes: with that budget generation succeeds, and its peak is it.
 #[test]
 fn generation_holds_what_its_plan_says() {

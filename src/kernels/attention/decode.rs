@@ -140,11 +140,12 @@ impl DecodeKernel<'_> {
             let k = append(keys, rotate(split_heads(heads, kv_heads)?)?)?;
             let v = append(values, split_heads(heads + kv_heads, kv_heads)?)?;
             let scores = (q.matmul(&k.t()?)? * (head_dim as f64).powf(-0.5))?;
-            let visible = |i: usize| i % total <= start + i / total;
-            let mask: Vec<f32> =
-                (0..count * total).map(|i| if visible(i) { 0.0 } else { f32::NEG_INFINITY }).collect();
-            let mask = Tensor::from_vec(mask, (count, total), qkv.device())?.to_dtype(qkv.dtype())?;
-            let scores = scores.reshape((kv_heads, group, count, total))?.broadcast_add(&mask)?;
+            let scores = scores.reshape((kv_heads, group, count, total))?;
+            let scores = match count {
+                // A single position sees everything: no mask to upload.
+                1 => scores,
+                _ => scores.broadcast_add(&causal_mask(start, count, qkv)?)?,
+            };
             let p = candle_nn::ops::softmax(&scores, 3)?.reshape((kv_heads, group * count, total))?;
             let y = p.matmul(&v)?.reshape((heads, count, head_dim))?.transpose(0, 1)?.contiguous()?;
             let y = y.reshape((1, count, heads * head_dim))?;
@@ -326,6 +327,14 @@ impl DecodeKernel<'_> {
             cpu::size_in_bytes(dtype, dims.length * (4 * dims.qkv_width() + 2 * batch * dims.width()));
         6 * scores + 2 * mask + cached + copies
     }
+}
+
+/// 0 where one of `count` positions from `start` on may attend, negative infinity elsewhere: (count, start + count).
+fn causal_mask(start: usize, count: usize, like: &Tensor) -> Result<Tensor> {
+    let total = start + count;
+    let visible = |i: usize| i % total <= start + i / total;
+    let mask = (0..count * total).map(|i| if visible(i) { 0.0 } else { f32::NEG_INFINITY });
+    Tensor::from_vec(mask.collect::<Vec<f32>>(), (count, total), like.device())?.to_dtype(like.dtype())
 }
 
 /// The scores of a few queries: `scores[i][j] = q[i] . keys[j]`, rows of `KEY_TILE`.
