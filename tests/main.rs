@@ -12,6 +12,7 @@ mod faults;
 #[allow(dead_code)]
 #[path = "../src/data/images/fixtures.rs"]
 mod fixtures;
+mod generate;
 mod harness;
 mod images;
 mod imports;

@@ -269,6 +269,21 @@ impl CharTokenizer {
         });
         file.to_string().into_bytes()
     }
+
+    /// Reads what [`CharTokenizer::to_json`] wrote; `None` if it is something else. Unlike the library, it refuses
+    /// characters that have no token.
+    pub fn from_json(text: &[u8]) -> Option<Self> {
+        let file: serde_json::Value = serde_json::from_slice(text).ok()?;
+        let vocab = file["model"]["vocab"].as_object()?;
+        let mut characters = Vec::with_capacity(vocab.len());
+        for token in vocab.keys() {
+            let mut all = token.chars();
+            characters.push(all.next().filter(|_| all.next().is_none())?);
+        }
+        let own = Self::new(characters);
+        let same = |(id, c): (usize, &char)| vocab.get(c.to_string().as_str()) == Some(&json!(id));
+        own.vocabulary.iter().enumerate().all(same).then_some(own)
+    }
 }
 
 #[cfg(test)]
@@ -291,6 +306,14 @@ mod tests {
         json.encode("höwrld oe", &mut b).unwrap();
         assert_eq!((&a, json.vocab()), (&b, 9));
         assert_eq!((own.decode(&a), json.decode(&a)), ("höwrld oe".into(), "höwrld oe".into()));
+        let text = std::fs::read(&file).unwrap();
+        assert_eq!(
+            CharTokenizer::from_json(&text).unwrap().vocabulary().iter().collect::<String>(),
+            " dehlorwö"
+        );
+        let merged = String::from_utf8(text).unwrap().replace("\"h\":3", "\"hi\":3");
+        assert!(CharTokenizer::from_json(merged.as_bytes()).is_none(), "a token of two characters");
+        assert!(CharTokenizer::from_json(b"{}").is_none());
         assert_eq!(own.encode("x", &mut a).unwrap_err(), "`x` has no token");
         assert_eq!(own.separator(&Separator::Token("h".into())).unwrap(), Some(3));
         assert!(own.separator(&Separator::Token("he".into())).is_err());

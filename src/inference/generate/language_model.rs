@@ -7,9 +7,11 @@ use candle_core::{DType, Device};
 
 use super::{GenerateError, Generator};
 use crate::base::features::InputSpec;
-use crate::base::{Backend, Role};
+use crate::base::{Backend, Role, regular_file};
 use crate::data::DatasetContext;
-use crate::data::language::tokenizer::{Separator, Tokenizer, TokenizerSpec};
+use crate::data::language::tokenizer::{
+    CharTokenizer, MAX_TOKENIZER_BYTES, Separator, Tokenizer, TokenizerSpec,
+};
 use crate::graph::network::StepError;
 use crate::inference::session::SessionOptions;
 use crate::inference::trained_model::TrainedModel;
@@ -41,14 +43,23 @@ impl ModelText {
         ctx: &DatasetContext,
     ) -> Result<Option<Self>, Failure> {
         let source = &model.job.data.source;
-        let bytes = matches!(source, SourceConfig::Text(s) if s.tokens == "bytes")
-            || matches!(source, SourceConfig::Jsonl(s) if s.tokens == "bytes");
-        let spec = match file.map(Path::to_owned).or_else(|| model.tokenizer()) {
-            Some(file) => TokenizerSpec::File(file),
-            None if bytes => TokenizerSpec::Bytes,
-            None => return Ok(None),
+        let units = match source {
+            SourceConfig::Text(s) => s.tokens.as_str(),
+            SourceConfig::Jsonl(s) => s.tokens.as_str(),
+            _ => "",
         };
-        let Some(tokenizer) = spec.load_within_memory(ctx)? else { return Ok(None) };
+        let (kept, spec) = (model.tokenizer(), |file| TokenizerSpec::File(file).load_within_memory(ctx));
+        let tokenizer = match (file, kept) {
+            (Some(file), _) => spec(file.to_owned())?,
+            (None, Some(kept)) if units == "characters" => match read_characters(&kept) {
+                Some(characters) => Some(Tokenizer::Characters(characters)),
+                None => spec(kept)?,
+            },
+            (None, Some(kept)) => spec(kept)?,
+            (None, None) if units == "bytes" => Some(Tokenizer::Bytes),
+            (None, None) => None,
+        };
+        let Some(tokenizer) = tokenizer else { return Ok(None) };
         let separator = match source {
             SourceConfig::Text(s) => s.separator.as_str(),
             SourceConfig::Jsonl(s) => s.separator.as_str(),
@@ -72,6 +83,10 @@ impl ModelText {
         }
         Ok((!tokens.is_empty()).then_some(tokens))
     }
+}
+
+fn read_characters(file: &Path) -> Option<CharTokenizer> {
+    CharTokenizer::from_json(&regular_file::read(file, MAX_TOKENIZER_BYTES).ok()?)
 }
 
 /// Weights in memory.
