@@ -170,19 +170,19 @@ fn a_sequence_does_not_depend_on_those_beside_it() {
         let results = generator.generate(prompts, &options, &mut |prompt, token| {
             seen[prompt].push(token);
             // Ends one of them early.
-            !(prompts.len() > 1 && prompt == 4 && seen[prompt].len() == 2)
+            !(prompts.len() > 1 && prompt == 4)
         });
         let results = results.unwrap();
         assert!(results.iter().zip(&seen).all(|(result, seen)| result.tokens == *seen), "all were reported");
         results
     };
     let together = run(3, &prompts);
-    assert_eq!((together[4].tokens.len(), together[4].reason), (2, FinishReason::Stopped));
+    assert_eq!((together[4].tokens.len(), together[4].reason), (1, FinishReason::Stopped));
     assert!(together.iter().any(|result| result.reason == FinishReason::EndToken), "{together:?}");
     for (i, prompt) in prompts.iter().enumerate() {
         let alone = run(1, std::slice::from_ref(prompt)).remove(0);
         match i {
-            4 => assert_eq!(alone.tokens[..2], together[i].tokens),
+            4 => assert_eq!(alone.tokens[..1], together[i].tokens),
             _ => assert_eq!(alone, together[i], "prompt {i}"),
         }
     }

@@ -40,41 +40,61 @@ impl<'a> TextStream<'a> {
         }
         self.tokens.push(token);
         let pending = self.tokens.len() - self.decoded;
-        match self.new_text() {
-            Some(new) if !new.ends_with(char::REPLACEMENT_CHARACTER) || pending >= MAX_CHAR_TOKENS => {
-                self.accept(&new)
-            }
+        match self.new_text(self.tokens.len()) {
+            Some(new) if !new.ends_with(char::REPLACEMENT_CHARACTER) => self.accept(&new, pending),
             // Half a character, or the new token changes the text before it, which is out: more tokens may settle it.
             _ if pending < MAX_CHAR_TOKENS => String::new(),
-            _ => {
+            // What was not text before the last character never will be.
+            Some(new) => {
+                let (settled, count) = self.without_last_character(new);
+                self.accept(&settled, count)
+            }
+            None => {
                 let new = self.tokenizer.decode(&self.tokens[self.decoded..]);
-                self.accept(&new)
+                self.accept(&new, pending)
             }
         }
+    }
+
+    /// The text of the new tokens without an incomplete character at its end, and how many tokens it takes.
+    fn without_last_character(&self, new: String) -> (String, usize) {
+        for incomplete in 1..MAX_CHAR_TOKENS {
+            let end = self.tokens.len().saturating_sub(incomplete).max(self.decoded);
+            // An incomplete character is one replacement character.
+            if let Some(before) = self.new_text(end)
+                && new.strip_prefix(before.as_str()) == Some("\u{fffd}")
+            {
+                return (before, end - self.decoded);
+            }
+        }
+        (new, self.tokens.len() - self.decoded)
     }
 
     /// The rest of the text, at the end of the sequence.
     pub fn finish(&mut self) -> String {
         if !self.stopped && self.decoded < self.tokens.len() {
-            let new = self.new_text().unwrap_or_else(|| self.tokenizer.decode(&self.tokens[self.decoded..]));
+            let new = self.new_text(self.tokens.len());
+            let new = new.unwrap_or_else(|| self.tokenizer.decode(&self.tokens[self.decoded..]));
             self.held.push_str(&new);
             self.decoded = self.tokens.len();
         }
         self.release(true)
     }
 
-    /// What the new tokens add to the text of those before them; `None` if they change that.
-    fn new_text(&self) -> Option<String> {
+    /// What the new tokens up to `end` add to the text of those before them; `None` if they change that.
+    fn new_text(&self, end: usize) -> Option<String> {
         let before = self.tokenizer.decode(&self.tokens[..self.decoded]);
-        let mut after = self.tokenizer.decode(&self.tokens);
+        let mut after = self.tokenizer.decode(&self.tokens[..end]);
         after.starts_with(&before).then(|| after.split_off(before.len()))
     }
 
-    /// Takes `new` as the text of the new tokens, which become the context of the next.
-    fn accept(&mut self, new: &str) -> String {
+    /// Takes `new` as the text of the first `count` new tokens, which become the context of the next.
+    fn accept(&mut self, new: &str, count: usize) -> String {
         self.held.push_str(new);
-        self.tokens.drain(..self.decoded);
-        self.decoded = self.tokens.len();
+        if count > 0 {
+            self.tokens.drain(..self.decoded);
+            self.decoded = count;
+        }
         self.release(false)
     }
 
@@ -136,6 +156,10 @@ mod tests {
             "what is no text does not hold it up"
         );
         assert!(parts[..6].iter().any(|part| !part.is_empty()));
+        let (parts, _) = stream(&Tokenizer::Bytes, &bytes("\u{fffd}\u{fffd}é\u{fffd}".as_bytes()), &[]);
+        assert_eq!(parts.concat(), "\u{fffd}\u{fffd}é\u{fffd}", "a text may have that character");
+        let (parts, _) = stream(&Tokenizer::Bytes, &bytes(b"\xff\xff\xe0\xac\xaa"), &[]);
+        assert_eq!(parts.concat(), "\u{fffd}\u{fffd}\u{b2a}");
     }
 
     #[test]
