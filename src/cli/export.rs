@@ -1,26 +1,26 @@
 //! `trainer export`: write a trained model as the files of other tools.
 
 use std::io::{self, IsTerminal};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::str::FromStr;
+use std::sync::Arc;
 
 use clap::Args;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
+use super::eval::{ModelArgs, opening, sample_bar, session_options};
 use super::{CliError, CommonArgs, Exit, print_line, start_threads};
 use crate::base::units::Bytes;
+use crate::data::Dataset;
 use crate::inference::export::{
-    ExportError, ExportFormat, ExportOptions, ExportProgress, ExportSource, ExportSummary,
-    ImageNormalization, Quantization, TokenizerSource, WeightDtype, export,
+    ExportError, ExportFormat, ExportOptions, ExportProgress, ExportSource, ExportSummary, Quantization,
+    WeightDtype, compare, export,
 };
-use crate::job::{Job, SourceConfig};
-use crate::memory::probe;
-use crate::planner::budget;
+use crate::inference::session::SessionOptions;
+use crate::inference::trained_model::TrainedModel;
 use crate::train::Failure;
-use crate::train::checkpoint::Checkpoints;
-use crate::train::run_dir::RunDir;
-use crate::train::setup::Setup;
+use crate::train::datasets::inference::{Samples, TrainedOn};
 
 /// Write a trained model as the files of other tools
 #[derive(Clone, Debug, Args)]
@@ -31,14 +31,15 @@ Formats:
   gguf         a file for llama.cpp (gpt, llama), with tokenizer and chat template
   onnx         a graph for ONNX Runtime, with a dynamic batch
 
+What was written is read back and evaluated on the validation set beside the model itself.
+
 Examples:
   trainer export runs/first --format hf -o exported
   trainer export runs/first --format onnx --dtype f16 -o exported
   trainer export runs/first --format gguf --quantize q4_k_m -o exported")]
 pub struct ExportArgs {
-    /// The run
-    #[arg(value_name = "RUN", value_hint = clap::ValueHint::DirPath)]
-    pub run: PathBuf,
+    #[command(flatten)]
+    pub model: ModelArgs,
     /// What to write
     #[arg(long, value_name = "FORMAT", value_parser = words::<ExportFormat, _>(ExportFormat::ALL.map(ExportFormat::name)))]
     pub format: ExportFormat,
@@ -54,6 +55,9 @@ pub struct ExportArgs {
     /// Replace a folder that is not empty
     #[arg(long)]
     pub force: bool,
+    /// Samples per micro-batch of the evaluation at most; fewer if memory is short
+    #[arg(long, value_name = "N", default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..))]
+    pub batch_size: u32,
 }
 
 /// Parses one of these words.
@@ -67,43 +71,36 @@ where
 
 impl ExportArgs {
     pub fn run(&self, common: &CommonArgs) -> anyhow::Result<Exit> {
+        let mut model = self.model.open(common)?;
+        start_threads()?;
+        let session = session_options(common, &model, self.batch_size)?;
         let options = ExportOptions {
             format: self.format,
             dtype: self.dtype,
             quantize: self.quantize,
             folder: self.output.clone(),
             force: self.force,
+            max_bytes: session.ram,
         };
-        let run_dir = RunDir::new(&self.run);
-        let job = Job::load(&run_dir.job(), &common.set)?;
-        options.check(job.model.kind()).map_err(cli_error)?;
-        start_threads()?;
-        let found = Checkpoints::new(run_dir.checkpoints()).newest();
-        let Some((state, checkpoint)) = found.found else {
-            let (folder, skipped) = (run_dir.checkpoints(), found.skipped);
-            return Err(Failure::NoWholeCheckpoint { folder, skipped }.into());
-        };
-        let ram = budget::host(&job.memory, &probe::host()?);
-        let setup = Setup::open(job, ram, &common.open_options())?;
-        let (weights, tokenizer) = (checkpoint.join("model.safetensors"), checkpoint.join("tokenizer.json"));
-        let features = setup.datasets.train.features();
-        let source = ExportSource {
-            name: &setup.job.name,
-            model: &setup.job.model,
-            features,
-            weights: &weights,
-            tokenizer: tokenizer_source(&setup.job.data.source, &tokenizer),
-            chat_template: None,
-            normalization: features.pixel_lut.as_deref().and_then(ImageNormalization::from_lut),
-            job: serde_json::to_value(&setup.job)?,
-            preprocessing: serde_json::to_value(&setup.job.data)?,
-            step: state.step,
-        };
-        let show_progress = !common.quiet && io::stderr().is_terminal();
-        let mut progress = BarProgress::new(show_progress);
-        let written = export(&source, &options, &mut progress);
+        let display = common.display_options(io::stderr().is_terminal());
+        let mut progress = BarProgress::new(!common.quiet && display.interactive);
+        let written = export(&ExportSource::new(&model), &options, &mut progress);
         progress.0.finish_and_clear();
-        self.finish(&written.map_err(cli_error)?, common)
+        let mut summary = written.map_err(cli_error)?;
+        match validation_set(&model, &session, common) {
+            Ok(dataset) => {
+                let bar = sample_bar(display, 2 * dataset.len(), "compare");
+                let on_progress = |done| bar.set_position(done);
+                let compared =
+                    rayon::scope(|_| compare(&mut model, &options, &dataset, &session, on_progress));
+                bar.finish_and_clear();
+                summary.comparison = compared.map_err(cli_error)?;
+            }
+            Err(failure) => summary.notes.push(format!(
+                "the export was not evaluated, because the validation set cannot be opened: {failure}"
+            )),
+        }
+        self.finish(&summary, common)
     }
 
     fn finish(&self, summary: &ExportSummary, common: &CommonArgs) -> anyhow::Result<Exit> {
@@ -112,43 +109,41 @@ impl ExportArgs {
             return Ok(Exit::Done);
         }
         summary.notes.iter().for_each(|note| eprintln!("note: {note}"));
-        if !common.quiet {
-            for file in &summary.files {
-                print_line(format_args!(
-                    "{:>10}  {}",
-                    Bytes(file.bytes),
-                    summary.folder.join(&file.name).display()
-                ))?;
-            }
-            let (from, to) = (Bytes(summary.source_bytes), Bytes(summary.bytes));
-            print_line(format_args!(
-                "{} as {}: {to}, from {from} of f32 weights",
-                summary.format, summary.dtype
-            ))?;
+        for file in &summary.files {
+            let path = summary.folder.join(&file.name);
+            print_line(format_args!("{:>10}  {}", Bytes(file.bytes), path.display()))?;
         }
+        let (from, to) = (Bytes(summary.source_bytes), Bytes(summary.bytes));
+        print_line(format_args!("{} as {}: {to}, from {from} of weights", summary.format, summary.dtype))?;
+        if !summary.comparison.is_empty() {
+            print_line(format_args!("{:<18} {:>12} {:>12}", "validation", "model", "export"))?;
+        }
+        summary.comparison.iter().try_for_each(|one| {
+            print_line(format_args!("{:<18} {:>12.6} {:>12.6}", one.metric, one.before, one.after))
+        })?;
         Ok(Exit::Done)
     }
 }
 
-/// How the data was tokenized.
-fn tokenizer_source<'a>(data: &SourceConfig, file: &'a Path) -> TokenizerSource<'a> {
-    let tokens = match data {
-        SourceConfig::Text(text) => &text.tokens,
-        SourceConfig::Jsonl(jsonl) => &jsonl.tokens,
-        _ => "",
-    };
-    match () {
-        () if file.exists() => TokenizerSource::File(file),
-        () if tokens == "bytes" => TokenizerSource::Bytes,
-        () => TokenizerSource::None,
-    }
+fn validation_set(
+    model: &TrainedModel,
+    session: &SessionOptions,
+    common: &CommonArgs,
+) -> Result<Arc<dyn Dataset>, Failure> {
+    let tokenizer = model.tokenizer();
+    let trained =
+        TrainedOn { job: &model.job, preprocessing: &model.preprocessing, tokenizer: tokenizer.as_deref() };
+    trained.open(Samples::Valid, &opening(common, model, session.ram))
 }
 
 fn cli_error(error: ExportError) -> anyhow::Error {
-    match error.is_usage() {
-        true => CliError { exit: Exit::Usage, message: error.to_string(), hint: error.hint() }.into(),
-        false => error.into(),
-    }
+    let exit = match error {
+        ExportError::Evaluation(failure) => return failure.into(),
+        ExportError::Memory { .. } => Exit::Memory,
+        _ if error.is_usage() => Exit::Usage,
+        _ => return error.into(),
+    };
+    CliError { exit, message: error.to_string(), hint: error.hint() }.into()
 }
 
 /// A bar over the bytes of the tensors.
@@ -158,7 +153,7 @@ impl BarProgress {
     fn new(shown: bool) -> Self {
         let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::hidden());
         if shown {
-            bar.set_draw_target(ProgressDrawTarget::stderr());
+            bar.set_draw_target(ProgressDrawTarget::stderr_with_hz(4));
         }
         if let Ok(style) = ProgressStyle::with_template("export {bar:24} {bytes}/{total_bytes}  {msg}") {
             bar.set_style(style);

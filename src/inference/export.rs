@@ -5,6 +5,7 @@
 //! temporary folder and renames it when it is complete. [`read_back`] decodes what was written to the parameters it
 //! stands for, so that the caller can evaluate it. Refuses a kind of model that a format has no form for.
 
+mod comparison;
 mod description;
 mod error;
 mod folder;
@@ -23,19 +24,23 @@ use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
 use serde::Serialize;
-use serde_json::Value;
+use serde_json::{Value, json};
 
+pub use self::comparison::compare;
 pub use self::error::ExportError;
 pub use self::gguf::Quantization;
-pub use self::weights::{ReadBackTensor, WeightDtype};
+pub use self::weights::WeightDtype;
 
 use self::folder::ExportFolder;
-use self::weights::{TensorFile, TensorMapping, all_specs, restore_all};
-use crate::base::features::{Features, PixelLut};
-use crate::job::ModelConfig;
+use self::safetensors_file::TensorHeader;
+use self::weights::{TensorFile, TensorMapping, WeightFiles, all_specs, by_param, restore};
+use super::trained_model::TrainedModel;
+use crate::base::features::{Features, InputSpec};
+use crate::job::{ImageFit, ModelConfig, SourceConfig};
 use crate::layers::Layer;
 use crate::layers::norm::NormLayer;
 use crate::models::{self, BuiltModel};
+use crate::train::datasets::images;
 
 /// The files to export to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -122,6 +127,8 @@ pub struct ExportOptions {
     pub folder: PathBuf,
     /// Replace a folder that has content.
     pub force: bool,
+    /// Memory that the conversion may take, in bytes.
+    pub max_bytes: u64,
 }
 
 impl ExportOptions {
@@ -156,33 +163,25 @@ impl ExportOptions {
 }
 
 /// How text became tokens.
-#[derive(Clone, Copy, Debug)]
-pub enum TokenizerSource<'a> {
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum TokenizerSource {
     /// Samples are not text, or their tokenizer is unknown.
     None,
     /// A token is a byte.
     Bytes,
     /// The `tokenizer.json` of the checkpoint.
-    File(&'a Path),
+    File(PathBuf),
 }
 
-/// Per-channel normalization of images whose values are in 0 to 1.
+/// How a decoded image becomes a sample.
 #[derive(Clone, Debug, PartialEq)]
-pub struct ImageNormalization {
+pub struct ImagePreprocessing {
+    /// Per channel: subtracted from values in 0 to 1, which are then divided by `std`.
     pub mean: Vec<f64>,
     pub std: Vec<f64>,
-}
-
-impl ImageNormalization {
-    /// What the tables of bytes do; `None` if they only scale to 0 to 1.
-    pub fn from_lut(lut: &PixelLut) -> Option<Self> {
-        // (byte / 255 - mean) / std, solved for both at the ends of each table.
-        let std = |table: &[f32; 256]| 1.0 / (f64::from(table[255]) - f64::from(table[0]));
-        let channel = |table: &[f32; 256]| (-f64::from(table[0]) * std(table), std(table));
-        let (mean, std): (Vec<f64>, Vec<f64>) = lut.tables.iter().map(channel).unzip();
-        let scales_only = mean.iter().all(|v| v.abs() < 1e-6) && std.iter().all(|v| (v - 1.0).abs() < 1e-6);
-        (!scales_only).then_some(Self { mean, std })
-    }
+    pub fit: ImageFit,
+    /// Sides of the center crop as a fraction of the largest crop.
+    pub crop_fraction: f64,
 }
 
 /// A trained model.
@@ -192,13 +191,15 @@ pub struct ExportSource<'a> {
     pub name: &'a str,
     pub model: &'a ModelConfig,
     pub features: &'a Features,
-    /// Safetensors with weights and running statistics under the names of the parameters.
+    /// Safetensors with the weights under the names of the parameters.
     pub weights: &'a Path,
-    pub tokenizer: TokenizerSource<'a>,
+    /// Safetensors with the running statistics, which may be the same file.
+    pub statistics: &'a Path,
+    pub tokenizer: TokenizerSource,
     /// The Jinja template of chats.
     pub chat_template: Option<&'a str>,
-    /// Absent if images are scaled to 0 to 1 only, or samples are not images.
-    pub normalization: Option<ImageNormalization>,
+    /// Absent if samples are not images.
+    pub image: Option<ImagePreprocessing>,
     /// The resolved job.
     pub job: Value,
     /// How a raw input becomes a sample: columns, means, categories, image size.
@@ -207,10 +208,54 @@ pub struct ExportSource<'a> {
     pub step: u64,
 }
 
-impl ExportSource<'_> {
+impl<'a> ExportSource<'a> {
+    pub fn new(model: &'a TrainedModel) -> Self {
+        let (job, preprocessing) = (&model.job, &model.preprocessing);
+        let tokens = match &job.data.source {
+            SourceConfig::Text(text) => &text.tokens,
+            SourceConfig::Jsonl(jsonl) => &jsonl.tokens,
+            _ => "",
+        };
+        let tokenizer = match model.tokenizer() {
+            Some(file) => TokenizerSource::File(file),
+            None if tokens == "bytes" => TokenizerSource::Bytes,
+            None => TokenizerSource::None,
+        };
+        Self {
+            name: &job.name,
+            model: &job.model,
+            features: &preprocessing.features,
+            weights: &model.weights,
+            statistics: &model.statistics,
+            tokenizer,
+            chat_template: preprocessing.template.as_deref(),
+            image: image_preprocessing(&job.data.source, &preprocessing.features),
+            job: json!(job),
+            preprocessing: json!({ "table": preprocessing.table, "data": job.data }),
+            step: model.step,
+        }
+    }
+
     fn build(&self) -> Result<BuiltModel, ExportError> {
         Ok(models::build(self.model, self.features)?)
     }
+}
+
+/// `None` if samples are not images from files.
+fn image_preprocessing(source: &SourceConfig, features: &Features) -> Option<ImagePreprocessing> {
+    let InputSpec::Floats { shape } = &features.input else { return None };
+    let &[_, _, channels] = shape.as_slice() else { return None };
+    let normalization = images::normalization(source)?;
+    // One value stands for all channels.
+    let per_channel = |values: &[f32]| -> Vec<f64> {
+        (0..channels).filter_map(|c| values.get(c).or(values.first())).map(|v| f64::from(*v)).collect()
+    };
+    let (fit, crop_fraction) = match source {
+        SourceConfig::Images(images) => (images.fit, images.crop_fraction),
+        _ => (ImageFit::Stretch, 1.0),
+    };
+    let (mean, std) = (per_channel(&normalization.mean), per_channel(&normalization.std));
+    Some(ImagePreprocessing { mean, std, fit, crop_fraction })
 }
 
 /// The epsilon of the model's norms over the last dimension, which all have the same.
@@ -251,8 +296,8 @@ pub struct ExportSummary {
     pub source_bytes: u64,
     /// What differs from what was asked, such as tensors of another type.
     pub notes: Vec<String>,
-    /// Filled in by the caller that evaluates what [`read_back`] gives.
-    pub comparison: Option<MetricComparison>,
+    /// What [`compare`] gives; empty if the export was not evaluated.
+    pub comparison: Vec<MetricComparison>,
 }
 
 impl fmt::Display for ExportSummary {
@@ -286,21 +331,19 @@ pub fn export(
 ) -> Result<ExportSummary, ExportError> {
     options.check(source.model.kind())?;
     let built = source.build()?;
+    check_memory(&built, options.max_bytes)?;
     let folder = ExportFolder::create(&options.folder, options.force)?;
     let dtype = options.dtype();
     let notes = match options.format {
-        ExportFormat::Safetensors => {
-            let mappings = mappings(source, &built, options.format)?;
-            start(&mappings, dtype, progress);
-            safetensors_file::write(source, &folder, &mappings, dtype, progress)?;
-            folder.write(description::FILE, description::pretty(source).as_bytes())?;
-            Vec::new()
-        }
-        ExportFormat::Hf => {
-            let mappings = mappings(source, &built, options.format)?;
-            start(&mappings, dtype, progress);
-            safetensors_file::write(source, &folder, &mappings, dtype, progress)?;
-            huggingface::write_files(source, &built, dtype, &folder)?
+        ExportFormat::Safetensors | ExportFormat::Hf => {
+            write_safetensors(source, &built, options, &folder, progress)?;
+            match options.format {
+                ExportFormat::Hf => huggingface::write_files(source, &built, dtype, &folder)?,
+                _ => {
+                    folder.write(description::FILE, description::pretty(source).as_bytes())?;
+                    Vec::new()
+                }
+            }
         }
         ExportFormat::Gguf => gguf::write(source, &built, options, &folder, progress)?,
         ExportFormat::Onnx => onnx::write(source, &built, dtype, &folder, progress)?,
@@ -316,12 +359,45 @@ pub fn export(
             .map_err(ExportError::io("read", source.weights))?
             .len(),
         notes,
-        comparison: None,
+        comparison: Vec::new(),
     })
 }
 
-fn start(mappings: &[TensorMapping], dtype: WeightDtype, progress: &mut dyn ExportProgress) {
-    progress.started(mappings.iter().map(|mapping| (mapping.len() * dtype.bytes()) as u64).sum());
+/// Bytes of a tensor's copies that are alive together, per value: as read, transformed, and encoded.
+const BYTES_PER_VALUE: u64 = 12;
+
+/// The largest tensor must fit, in every form it takes.
+fn check_memory(built: &BuiltModel, max_bytes: u64) -> Result<(), ExportError> {
+    let Some(largest) = all_specs(&built.layout).max_by_key(|spec| spec.len()) else { return Ok(()) };
+    let needed = BYTES_PER_VALUE * largest.len() as u64;
+    match needed <= max_bytes {
+        true => Ok(()),
+        false => Err(ExportError::Memory { tensor: largest.name.clone(), needed, max_bytes }),
+    }
+}
+
+/// Writes `model.safetensors` under the names of the format.
+fn write_safetensors(
+    source: &ExportSource,
+    built: &BuiltModel,
+    options: &ExportOptions,
+    folder: &ExportFolder,
+    progress: &mut dyn ExportProgress,
+) -> Result<(), ExportError> {
+    let (mappings, dtype) = (mappings(source, built, options.format)?, options.dtype());
+    let bytes = |mapping: &TensorMapping| (mapping.len() * dtype.bytes()) as u64;
+    progress.started(mappings.iter().map(bytes).sum());
+    let headers: Vec<TensorHeader> = mappings
+        .iter()
+        .map(|mapping| TensorHeader { name: &mapping.target, shape: &mapping.shape })
+        .collect();
+    let mut weights = WeightFiles::open(source.weights, source.statistics)?;
+    let mut values = |index: usize| {
+        let values = mappings[index].read(&mut weights)?;
+        progress.tensor_written(&mappings[index].target, bytes(&mappings[index]));
+        Ok(values)
+    };
+    safetensors_file::write(&folder.path().join(safetensors_file::MODEL), &headers, dtype, &mut values)
 }
 
 /// The tensors of an export.
@@ -338,26 +414,45 @@ fn mappings(
     })
 }
 
-/// Gives `visit` every parameter and running statistic of an export, decoded to f32, one at a time.
-pub fn read_back(
-    source: &ExportSource,
-    options: &ExportOptions,
-    visit: &mut dyn FnMut(ReadBackTensor) -> Result<(), ExportError>,
-) -> Result<(), ExportError> {
+/// Decodes an export to f32 and writes it to `path` as safetensors under the names and shapes of the parameters, as in a
+/// checkpoint: loading that file evaluates what was exported. One tensor is in memory at a time.
+pub fn read_back(source: &ExportSource, options: &ExportOptions, path: &Path) -> Result<(), ExportError> {
     let built = source.build()?;
     let mappings = mappings(source, &built, options.format)?;
-    match options.format {
-        ExportFormat::Safetensors | ExportFormat::Hf => {
-            let mut file = TensorFile::open(&options.folder.join(safetensors_file::MODEL))?;
-            restore_all(&mappings, |mapping| file.read(&mapping.target, &mapping.shape), visit)
-        }
-        ExportFormat::Gguf => {
-            let mut reader = gguf::Reader::open(&options.folder.join(gguf::FILE))?;
-            restore_all(&mappings, |mapping| reader.read(mapping), visit)
-        }
-        ExportFormat::Onnx => {
-            let mut reader = onnx::Reader::open(&options.folder)?;
-            restore_all(&mappings, |mapping| reader.read(mapping), visit)
+    let params: Vec<&[TensorMapping]> = by_param(&mappings).collect();
+    let headers: Vec<TensorHeader> = params
+        .iter()
+        .map(|parts| TensorHeader { name: &parts[0].param, shape: &parts[0].param_shape })
+        .collect();
+    let mut exported = ExportedTensors::open(options)?;
+    let mut values = |index: usize| restore(params[index], |mapping| exported.read(mapping));
+    safetensors_file::write(path, &headers, WeightDtype::F32, &mut values)
+}
+
+/// The tensors of a written export.
+enum ExportedTensors {
+    Safetensors(TensorFile),
+    Gguf(gguf::Reader),
+    Onnx(onnx::Reader),
+}
+
+impl ExportedTensors {
+    fn open(options: &ExportOptions) -> Result<Self, ExportError> {
+        let folder = &options.folder;
+        Ok(match options.format {
+            ExportFormat::Safetensors | ExportFormat::Hf => {
+                Self::Safetensors(TensorFile::open(&folder.join(safetensors_file::MODEL))?)
+            }
+            ExportFormat::Gguf => Self::Gguf(gguf::Reader::open(&folder.join(gguf::FILE))?),
+            ExportFormat::Onnx => Self::Onnx(onnx::Reader::open(folder)?),
+        })
+    }
+
+    fn read(&mut self, mapping: &TensorMapping) -> Result<Vec<f32>, ExportError> {
+        match self {
+            Self::Safetensors(file) => file.read(&mapping.target, &mapping.shape),
+            Self::Gguf(reader) => reader.read(mapping),
+            Self::Onnx(reader) => reader.read(mapping),
         }
     }
 }

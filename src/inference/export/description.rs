@@ -45,10 +45,7 @@ fn target(source: &ExportSource) -> Value {
 }
 
 pub(super) fn of(source: &ExportSource) -> Value {
-    let normalization = source
-        .normalization
-        .as_ref()
-        .map(|normalization| json!({ "mean": normalization.mean, "std": normalization.std }));
+    let normalization = source.image.as_ref().map(|image| json!({ "mean": image.mean, "std": image.std }));
     json!({
         "producer": concat!("trainer ", env!("CARGO_PKG_VERSION")),
         "name": source.name,

@@ -4,7 +4,9 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use super::ExportFormat;
+use crate::base::units::Bytes;
 use crate::models::ModelError;
+use crate::train::Failure;
 
 #[derive(Debug, thiserror::Error)]
 pub enum ExportError {
@@ -22,6 +24,8 @@ pub enum ExportError {
     VocabularySize { tokens: usize, vocab: usize },
     #[error("`{tensor}` has the value {value}, which {dtype} cannot hold")]
     Overflow { tensor: String, value: f32, dtype: &'static str },
+    #[error("converting `{tensor}` takes {}, and the budget is {}", Bytes(*needed), Bytes(*max_bytes))]
+    Memory { tensor: String, needed: u64, max_bytes: u64 },
     #[error("layer `{layer}` has no ONNX form")]
     UnsupportedLayer { layer: String },
     #[error("`{}` cannot be read as weights: {reason}", path.display())]
@@ -37,6 +41,8 @@ pub enum ExportError {
     },
     #[error(transparent)]
     Model(#[from] ModelError),
+    #[error(transparent)]
+    Evaluation(#[from] Failure),
     #[error("the conversion failed")]
     Tensor(#[from] candle_core::Error),
 }
@@ -83,6 +89,9 @@ impl ExportError {
                 Some("`--format hf` exports any tokenizer, and `--format onnx` needs none".into())
             }
             Self::Overflow { .. } => Some("export with `--dtype bf16` or `--dtype f32`".into()),
+            Self::Memory { needed, .. } => {
+                Some(format!("allow more with `--set memory.ram={}MiB`", needed.div_ceil(1 << 20)))
+            }
             _ => None,
         }
     }

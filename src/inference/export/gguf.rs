@@ -18,7 +18,7 @@ use self::container::{GgufWriter, MetadataValue, TensorEntry};
 use self::quantization::TypeRule;
 use super::error::ExportError;
 use super::folder::ExportFolder;
-use super::weights::{TensorFile, TensorMapping, Transform, check_f16};
+use super::weights::{TensorMapping, Transform, WeightFiles, check_f16};
 use super::{ExportOptions, ExportProgress, ExportSource, norm_eps};
 use crate::base::features::InputSpec;
 use crate::base::regular_file;
@@ -54,7 +54,7 @@ pub(super) fn write(
     notes.extend(note);
     progress.started(entries.iter().map(TensorEntry::bytes).sum());
     let mut writer = GgufWriter::start(folder.file(FILE)?, &metadata, &entries)?;
-    let mut weights = TensorFile::open(source.weights)?;
+    let mut weights = WeightFiles::open(source.weights, source.statistics)?;
     for (mapping, entry) in mappings.iter().zip(&entries) {
         let values = mapping.read(&mut weights)?;
         if entry.dtype == GgmlDType::F16 {

@@ -12,7 +12,7 @@ use super::tokenizer::ExportedTokenizer;
 use super::weights::{TensorMapping, Transform, WeightDtype, all_specs};
 use super::{ExportSource, description, norm_eps};
 use crate::base::features::InputSpec;
-use crate::job::{BertConfig, GptConfig, LlamaConfig, ModelConfig, VitConfig};
+use crate::job::{BertConfig, GptConfig, ImageFit, LlamaConfig, ModelConfig, VitConfig};
 use crate::models::BuiltModel;
 use crate::params::{ParamLayout, TensorSpec};
 
@@ -228,14 +228,24 @@ fn tokenizer_config(source: &ExportSource, tokenizer: &ExportedTokenizer) -> Val
 fn image_processor(source: &ExportSource, shape: &[usize]) -> Value {
     let (height, width) = (shape.first().copied().unwrap_or(1), shape.get(1).copied().unwrap_or(1));
     let channels = shape.last().copied().unwrap_or(1);
-    let (mean, std) = match &source.normalization {
-        Some(normalization) => (normalization.mean.clone(), normalization.std.clone()),
+    let (mean, std) = match &source.image {
+        Some(image) => (image.mean.clone(), image.std.clone()),
         None => (vec![0.0; channels], vec![1.0; channels]),
     };
-    json!({
+    let mut config = json!({
         "image_processor_type": "ViTImageProcessor",
         "do_resize": true, "size": { "height": height, "width": width }, "resample": 2,
         "do_rescale": true, "rescale_factor": 1.0 / 255.0,
-        "do_normalize": source.normalization.is_some(), "image_mean": mean, "image_std": std,
-    })
+        "do_normalize": true, "image_mean": mean, "image_std": std,
+    });
+    // ViT's own processor only stretches. CLIP's crops, and transformers goes by the name in this file.
+    if let Some(image) = source.image.as_ref().filter(|image| image.fit == ImageFit::Crop && height == width)
+    {
+        config["image_processor_type"] = "CLIPImageProcessor".into();
+        config["size"] = json!({ "shortest_edge": (height as f64 / image.crop_fraction).round() });
+        config["do_center_crop"] = true.into();
+        config["crop_size"] = json!({ "height": height, "width": width });
+        config["do_convert_rgb"] = (channels == 3).into();
+    }
+    config
 }

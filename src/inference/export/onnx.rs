@@ -21,7 +21,7 @@ use self::layers::NetworkExport;
 use self::proto::{Dim, Entry, FLOAT, Graph, INT64, Model, OperatorSet, ValueInfo};
 use super::error::ExportError;
 use super::folder::ExportFolder;
-use super::weights::{TensorMapping, WeightDtype};
+use super::weights::{TensorMapping, WeightDtype, WeightFiles};
 use super::{ExportProgress, ExportSource, description};
 use crate::base::features::{InputSpec, TargetSpec};
 use crate::job::ModelConfig;
@@ -51,7 +51,8 @@ pub(super) fn write(
     progress: &mut dyn ExportProgress,
 ) -> Result<Vec<String>, ExportError> {
     let (head, weights) = head(source, built, dtype)?;
-    file::write(head, &weights, source.weights, dtype, file::MAX_MESSAGE_BYTES, folder, progress)?;
+    let mut files = WeightFiles::open(source.weights, source.statistics)?;
+    file::write(head, &weights, &mut files, dtype, file::MAX_MESSAGE_BYTES, folder, progress)?;
     Ok(Vec::new())
 }
 

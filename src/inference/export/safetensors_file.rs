@@ -3,30 +3,38 @@
 use std::borrow::Cow;
 use std::cell::RefCell;
 use std::collections::HashMap;
+use std::path::Path;
 
 use safetensors::tensor::{View, serialize_to_file};
 use safetensors::{Dtype, SafeTensorError};
 
 use super::error::ExportError;
-use super::folder::ExportFolder;
-use super::weights::{TensorFile, TensorMapping, WeightDtype};
-use super::{ExportProgress, ExportSource};
+use super::weights::WeightDtype;
 
 /// The file of the weights in `hf` and `safetensors` exports.
 pub(super) const MODEL: &str = "model.safetensors";
 
-/// A tensor that is read and converted when the library asks for its bytes.
-struct LazyTensor<'a, 'p> {
-    mapping: &'a TensorMapping,
-    dtype: WeightDtype,
-    state: &'a RefCell<WriteState<'p>>,
+/// Name and shape of a tensor to write.
+pub(super) struct TensorHeader<'a> {
+    pub name: &'a str,
+    pub shape: &'a [usize],
 }
 
-struct WriteState<'p> {
-    weights: TensorFile,
+/// The values of a tensor, given its place in the list of headers.
+type Values<'a> = dyn FnMut(usize) -> Result<Vec<f32>, ExportError> + 'a;
+
+/// A tensor whose values are made when the library asks for its bytes.
+struct LazyTensor<'a, 'v> {
+    header: &'a TensorHeader<'a>,
+    index: usize,
+    dtype: WeightDtype,
+    state: &'a RefCell<WriteState<'v>>,
+}
+
+struct WriteState<'v> {
+    values: &'v mut Values<'v>,
     /// The library cannot report an error of ours: it gets no bytes, and the error is returned in its place.
     error: Option<ExportError>,
-    progress: &'p mut dyn ExportProgress,
 }
 
 impl View for LazyTensor<'_, '_> {
@@ -39,7 +47,7 @@ impl View for LazyTensor<'_, '_> {
     }
 
     fn shape(&self) -> &[usize] {
-        &self.mapping.shape
+        self.header.shape
     }
 
     fn data(&self) -> Cow<'_, [u8]> {
@@ -47,12 +55,9 @@ impl View for LazyTensor<'_, '_> {
         if state.error.is_some() {
             return Cow::Owned(Vec::new());
         }
-        let values = self.mapping.read(&mut state.weights);
-        match values.and_then(|values| self.dtype.encode(&self.mapping.target, &values)) {
-            Ok(bytes) => {
-                state.progress.tensor_written(&self.mapping.target, bytes.len() as u64);
-                Cow::Owned(bytes)
-            }
+        let values = (state.values)(self.index);
+        match values.and_then(|values| self.dtype.encode(self.header.name, &values)) {
+            Ok(bytes) => Cow::Owned(bytes),
             Err(error) => {
                 state.error = Some(error);
                 Cow::Owned(Vec::new())
@@ -61,26 +66,24 @@ impl View for LazyTensor<'_, '_> {
     }
 
     fn data_len(&self) -> usize {
-        self.mapping.len() * self.dtype.bytes()
+        self.header.shape.iter().product::<usize>() * self.dtype.bytes()
     }
 }
 
-/// Writes `model.safetensors`.
-pub(super) fn write(
-    source: &ExportSource,
-    folder: &ExportFolder,
-    mappings: &[TensorMapping],
+/// Writes a file, with one tensor in memory at a time, and syncs it.
+pub(super) fn write<'v>(
+    path: &Path,
+    headers: &[TensorHeader],
     dtype: WeightDtype,
-    progress: &mut dyn ExportProgress,
+    values: &'v mut Values<'v>,
 ) -> Result<(), ExportError> {
-    let path = folder.path().join(MODEL);
-    let weights = TensorFile::open(source.weights)?;
-    let state = RefCell::new(WriteState { weights, error: None, progress });
-    let tensors = mappings
+    let state = RefCell::new(WriteState { values, error: None });
+    let tensors = headers
         .iter()
-        .map(|mapping| (mapping.target.as_str(), LazyTensor { mapping, dtype, state: &state }));
+        .enumerate()
+        .map(|(index, header)| (header.name, LazyTensor { header, index, dtype, state: &state }));
     let metadata = HashMap::from([("format".to_owned(), "pt".to_owned())]);
-    let written = serialize_to_file(tensors, Some(metadata), &path);
+    let written = serialize_to_file(tensors, Some(metadata), path);
     if let Some(error) = state.into_inner().error {
         return Err(error);
     }
@@ -89,6 +92,6 @@ pub(super) fn write(
             SafeTensorError::IoError(source) => source,
             other => std::io::Error::other(other),
         })
-        .and_then(|()| std::fs::File::open(&path)?.sync_all())
-        .map_err(ExportError::io("write", &path))
+        .and_then(|()| std::fs::File::open(path)?.sync_all())
+        .map_err(ExportError::io("write", path))
 }

@@ -18,7 +18,7 @@ pub(super) struct ExportedTokenizer {
 impl ExportedTokenizer {
     /// `None` if the model has none.
     pub(super) fn load(source: &ExportSource) -> Result<Option<Self>, ExportError> {
-        let path = match source.tokenizer {
+        let path = match &source.tokenizer {
             TokenizerSource::None => return Ok(None),
             TokenizerSource::Bytes => return Ok(Some(Self { json: byte_tokenizer(), bos: None, eos: None })),
             TokenizerSource::File(path) => path,

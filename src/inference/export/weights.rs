@@ -84,6 +84,29 @@ impl TensorFile {
     }
 }
 
+/// The weights of a model, and its running statistics, which may be in another file.
+pub(super) struct WeightFiles {
+    weights: TensorFile,
+    statistics: Option<TensorFile>,
+}
+
+impl WeightFiles {
+    pub(super) fn open(weights: &Path, statistics: &Path) -> Result<Self, ExportError> {
+        let is_other = statistics != weights;
+        Ok(Self {
+            weights: TensorFile::open(weights)?,
+            statistics: is_other.then(|| TensorFile::open(statistics)).transpose()?,
+        })
+    }
+
+    fn read(&mut self, name: &str, shape: &[usize]) -> Result<Vec<f32>, ExportError> {
+        match &mut self.statistics {
+            Some(statistics) if !self.weights.tensors.contains_key(name) => statistics.read(name, shape),
+            _ => self.weights.read(name, shape),
+        }
+    }
+}
+
 /// The float type that weights are stored in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WeightDtype {
@@ -182,7 +205,7 @@ impl TensorMapping {
     }
 
     /// The values of the exported tensor.
-    pub(super) fn read(&self, weights: &mut TensorFile) -> Result<Vec<f32>, ExportError> {
+    pub(super) fn read(&self, weights: &mut WeightFiles) -> Result<Vec<f32>, ExportError> {
         let values = weights.read(&self.param, &self.param_shape)?;
         Ok(match &self.transform {
             Transform::Copy => values,
@@ -237,33 +260,26 @@ pub(super) fn all_specs(layout: &ParamLayout) -> impl Iterator<Item = &TensorSpe
     layout.params.iter().chain(layout.stats.iter()).map(|(spec, _)| spec)
 }
 
-/// A parameter as an exported file has it: decoded, in the shape and under the name it has here.
-pub struct ReadBackTensor {
-    pub name: String,
-    pub shape: Vec<usize>,
-    pub values: Vec<f32>,
+/// The mappings of each parameter, which follow each other.
+pub(super) fn by_param(mappings: &[TensorMapping]) -> impl Iterator<Item = &[TensorMapping]> {
+    mappings.chunk_by(|a, b| a.param == b.param)
 }
 
-/// Gives `visit` every parameter that `mappings` name, one at a time. `read` returns the values of an exported tensor.
-/// The tensors of one parameter follow each other in `mappings`.
-pub(super) fn restore_all(
-    mappings: &[TensorMapping],
+/// The parameter that is exported as `parts`. `read` returns the values of an exported tensor.
+pub(super) fn restore(
+    parts: &[TensorMapping],
     mut read: impl FnMut(&TensorMapping) -> Result<Vec<f32>, ExportError>,
-    visit: &mut dyn FnMut(ReadBackTensor) -> Result<(), ExportError>,
-) -> Result<(), ExportError> {
-    for parts in mappings.chunk_by(|a, b| a.param == b.param) {
-        let mut values = Vec::new();
-        for part in parts {
-            let restored = part.restore(read(part)?);
-            if values.is_empty() {
-                values = restored;
-            } else {
-                values.extend(restored);
-            }
+) -> Result<Vec<f32>, ExportError> {
+    let mut values = Vec::new();
+    for part in parts {
+        let restored = part.restore(read(part)?);
+        if values.is_empty() {
+            values = restored;
+        } else {
+            values.extend(restored);
         }
-        visit(ReadBackTensor { name: parts[0].param.clone(), shape: parts[0].param_shape.clone(), values })?;
     }
-    Ok(())
+    Ok(values)
 }
 
 #[cfg(test)]
@@ -286,7 +302,7 @@ mod tests {
             .unwrap()
             .save_safetensors("w", &path)
             .unwrap();
-        let mut file = TensorFile::open(&path).unwrap();
+        let mut file = WeightFiles::open(&path, &path).unwrap();
         for transform in [Transform::Copy, Transform::Transpose, Transform::InterleaveHalves { heads: 2 }] {
             let mapping = TensorMapping::new("t", &spec(&[8, 6]), transform.clone());
             let exported = mapping.read(&mut file).unwrap();
@@ -294,13 +310,8 @@ mod tests {
             assert_eq!(mapping.restore(exported), values, "{transform:?}");
         }
         let parts = [0..2, 2..8].map(|rows| TensorMapping::new("t", &spec(&[8, 6]), Transform::Rows(rows)));
-        let mut seen = Vec::new();
-        let visit = &mut |tensor: ReadBackTensor| {
-            seen.push(tensor.values);
-            Ok(())
-        };
-        restore_all(&parts, |part| part.read(&mut file), visit).unwrap();
-        assert_eq!(seen, [values]);
+        assert_eq!(by_param(&parts).count(), 1);
+        assert_eq!(restore(&parts, |part| part.read(&mut file)).unwrap(), values);
     }
 
     #[test]

@@ -96,6 +96,15 @@ pub(super) fn images(
     sets.with_mixing(&s.augment, readers)
 }
 
+/// The normalization of images from files.
+pub fn normalization(source: &job::SourceConfig) -> Option<Normalise> {
+    match source {
+        job::SourceConfig::Idx(s) => Some(Normalise { mean: floats(&s.mean), std: floats(&s.std) }),
+        job::SourceConfig::Images(s) => Some(normalise(s)),
+        _ => None,
+    }
+}
+
 /// Height and width of a sample.
 fn image_size(s: &job::ImagesConfig) -> [usize; 2] {
     match s.image_size.to_vec()[..] {

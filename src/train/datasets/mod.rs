@@ -1,7 +1,7 @@
 //! Opens the training and the validation set that a job's `[data]` describes. One file per family of source kinds.
 
 mod generated;
-mod images;
+pub mod images;
 pub mod inference;
 mod language;
 pub mod tables;

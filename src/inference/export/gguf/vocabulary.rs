@@ -122,7 +122,7 @@ struct StopToken {
 
 /// Stands in for a missing end-of-text token. Without one, llama.cpp takes token 11, whatever it is.
 fn stop_token(source: &ExportSource, tokenizer: &ExportedTokenizer, tokens: &[Token]) -> Option<StopToken> {
-    match (&tokenizer.eos, source.tokenizer) {
+    match (&tokenizer.eos, &source.tokenizer) {
         (Some(_), _) | (None, TokenizerSource::None) => None,
         // No text has the byte 0.
         (None, TokenizerSource::Bytes) => Some(StopToken { id: 0, note: None }),

@@ -25,11 +25,11 @@ pub(super) fn text(source: &ExportSource, has_tokenizer: bool) -> String {
         loading(source, has_tokenizer),
         input(source),
     );
-    if let Some(normalization) = &source.normalization {
+    if let Some(image) = &source.image {
         text.push_str(&format!(
             "\nImages are scaled to 0 to 1, then normalized per channel with the mean {:?} and the standard deviation \
              {:?}.\n",
-            normalization.mean, normalization.std
+            image.mean, image.std
         ));
     }
     match classes(source) {

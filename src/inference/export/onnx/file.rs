@@ -15,7 +15,7 @@ use prost::encoding::{encode_varint, encoded_len_varint};
 use super::super::ExportProgress;
 use super::super::error::ExportError;
 use super::super::folder::ExportFolder;
-use super::super::weights::{TensorFile, TensorMapping, WeightDtype};
+use super::super::weights::{TensorMapping, WeightDtype, WeightFiles};
 use super::proto::{
     self, BFLOAT16, EXTERNAL, Entry, FLOAT, FLOAT16, GRAPH_INITIALIZER, Graph, MODEL_GRAPH, Model,
     TENSOR_DATA_TYPE, TENSOR_EXTERNAL_DATA, TENSOR_NAME, TENSOR_RAW_DATA,
@@ -59,7 +59,7 @@ fn length_prefix(field: u64, length: u64) -> Vec<u8> {
 pub(super) fn write(
     head: ModelHead,
     weights: &[TensorMapping],
-    source: &Path,
+    files: &mut WeightFiles,
     dtype: WeightDtype,
     inline_limit: u64,
     folder: &ExportFolder,
@@ -87,8 +87,7 @@ pub(super) fn write(
     let initializers: u64 =
         prefixes.iter().map(|(_, length)| 1 + encoded_len_varint(*length) as u64 + length).sum();
     let graph_bytes = graph.len() as u64 + initializers;
-    let mut values = TensorFile::open(source)?;
-    let mut encoded = |mapping: &TensorMapping| dtype.encode(&mapping.param, &mapping.read(&mut values)?);
+    let mut encoded = |mapping: &TensorMapping| dtype.encode(&mapping.param, &mapping.read(files)?);
     let mut file = folder.file(MODEL)?;
     if model.len() as u64 + graph_bytes + 16 <= inline_limit {
         file.write(&model)?;
@@ -313,7 +312,9 @@ mod tests {
             let head = ModelHead { model: Model::default(), graph: Graph::default() };
             let folder = ExportFolder::create(&target, true).unwrap();
             let weights = std::slice::from_ref(&mapping);
-            write(head, weights, &source, WeightDtype::F32, limit, &folder, &mut NoExportProgress).unwrap();
+            let mut files = WeightFiles::open(&source, &source).unwrap();
+            write(head, weights, &mut files, WeightDtype::F32, limit, &folder, &mut NoExportProgress)
+                .unwrap();
             folder.commit().unwrap();
             assert_eq!(target.join(EXTERNAL_DATA).exists(), external);
             let parsed = Model::decode(std::fs::read(target.join(MODEL)).unwrap().as_slice()).unwrap();
