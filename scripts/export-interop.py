@@ -26,6 +26,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import urllib.request
 
 import numpy as np
 from safetensors.numpy import load_file
@@ -124,37 +125,47 @@ def run_hf(case, folder):
         return model.eval()(torch.tensor(case.inputs), **extra).logits.numpy()
 
 
-def greedy(case, folder, prompt):
-    """Continues `prompt` with the weights that the GGUF has, in torch; also says how close the second best came."""
+def greedy(folder, prompt, never):
+    """Continues `prompt` in torch, without the token `never`; also says how close the second best came."""
     torch, transformers = installed("torch"), installed("transformers")
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     ids, gaps = list(prompt), []
     with torch.no_grad():
         for _ in range(NEW_TOKENS):
             logits = model(torch.tensor([ids])).logits[0, -1]
+            scale = logits.abs().max()
+            logits[never] = -float("inf")
             best = torch.topk(logits, 2).values
-            gaps.append(((best[0] - best[1]) / logits.abs().max()).item())
+            gaps.append(((best[0] - best[1]) / scale).item())
             ids.append(int(logits.argmax()))
     return ids[len(prompt) :], gaps
 
 
 def run_gguf(case, folder):
-    """The text that llama.cpp generates after a prompt, by its own tokenizer."""
+    """Continues a prompt, given as text, in llama.cpp; gives its tokens, the continuation and the end-of-text token."""
     xllamacpp = installed("xllamacpp")
     vocabulary = json.loads((case.exports["hf", "f16"] / "tokenizer.json").read_text())["model"]["vocab"]
     by_id = {id: text for text, id in vocabulary.items()}
     prompt = [int(i) for i in case.inputs[0][:16]]
-    text = "".join(by_id[i] for i in prompt)
     params = xllamacpp.CommonParams()
     params.model.path = str(folder / "model.gguf")
-    params.n_ctx, params.n_predict, params.warmup = CONTEXT, NEW_TOKENS, False
+    params.n_ctx, params.n_predict, params.warmup, params.verbosity = CONTEXT, NEW_TOKENS, False, 0
     params.cpuparams.n_threads = 2
     server = xllamacpp.Server(params)
-    request = {"prompt": text, "n_predict": NEW_TOKENS, "temperature": 0.0, "top_k": 1, "ignore_eos": True,
-               "cache_prompt": False, "return_tokens": True}
-    answer = server.handle_completions(request)
-    answer = json.loads(answer) if isinstance(answer, str) else answer
-    return prompt, answer
+
+    def ask(path, body=None):
+        data = json.dumps(body).encode() if body else None
+        request = urllib.request.Request(server.listening_address + path, data, {"Content-Type": "application/json"})
+        return json.loads(urllib.request.urlopen(request).read())
+
+    text = "".join(by_id[i] for i in prompt)
+    tokens = ask("/tokenize", {"content": text})["tokens"]
+    assert tokens == prompt, (tokens, prompt)
+    answer = ask("/completion", {
+        "prompt": text, "n_predict": NEW_TOKENS, "temperature": 0.0, "top_k": 1, "ignore_eos": True,
+        "cache_prompt": False, "return_tokens": True,
+    })
+    return prompt, answer["tokens"], vocabulary[ask("/props")["eos_token"]]
 
 
 # Sources of models.
@@ -234,9 +245,9 @@ def compare(case):
         if missing:
             yield form, dtype, f"skipped: no {', '.join(missing)}", True
         elif form == "gguf":
-            prompt, answer = run_gguf(case, folder)
-            ours, gaps = greedy(case, case.exports["hf", "f16"], prompt)
-            theirs = answer.get("tokens") or answer
+            prompt, theirs, end = run_gguf(case, folder)
+            # The folder of the same type has the same weights.
+            ours, gaps = greedy(case.exports.get(("hf", dtype), case.exports["hf", "f16"]), prompt, end)
             same = next((i for i, (a, b) in enumerate(zip(ours, theirs)) if a != b), NEW_TOKENS)
             tie = same < NEW_TOKENS and gaps[same] < 1e-3
             passed = len(theirs) == NEW_TOKENS and (same == NEW_TOKENS or tie)

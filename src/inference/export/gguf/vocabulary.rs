@@ -36,6 +36,9 @@ const PATTERNS: [(&str, &str); 2] = [
     ),
 ];
 
+/// Symbols in the order of how little a text would miss them.
+const SELDOM_USED: &str = "\0\u{7f}\u{fffd}\u{feff}`~^|\\{}@#$%&<>=_+*[]/";
+
 /// How the tokenizer works.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Family {
@@ -127,15 +130,27 @@ fn stop_token(source: &ExportSource, tokenizer: &ExportedTokenizer, tokens: &[To
         // No text has the byte 0.
         (None, TokenizerSource::Bytes) => Some(StopToken { id: 0, note: None }),
         (None, TokenizerSource::File(_)) => {
-            let id = tokens.len().checked_sub(1)? as u32;
+            let id = rarest_token(tokens)?;
             let note = format!(
-                "the tokenizer has no end-of-text token, and llama.cpp wants one: it is `{}`; generate with \
-                 `--ignore-eos`",
-                tokens[id as usize].text
+                "the tokenizer has no end-of-text token, and llama.cpp wants one: it stops at `{}`, or never gives it \
+                 with `--ignore-eos`",
+                tokens[id].text
             );
-            Some(StopToken { id, note: Some(note) })
+            Some(StopToken { id: id as u32, note: Some(note) })
         }
     }
+}
+
+/// A guess: a symbol that texts seldom have, or else the character with the largest code point.
+fn rarest_token(tokens: &[Token]) -> Option<usize> {
+    let place = |symbol: char| {
+        let text = byte_text(symbol.to_string().as_bytes());
+        tokens.iter().position(|token| token.text == text)
+    };
+    SELDOM_USED.chars().find_map(place).or_else(|| {
+        let normal = tokens.iter().enumerate().filter(|(_, token)| token.kind == NORMAL);
+        normal.max_by_key(|(_, token)| token.text.len()).map(|(id, _)| id)
+    })
 }
 
 fn family(json: &Value) -> Result<Family, ExportError> {
@@ -237,10 +252,12 @@ fn tokens(
         if id < vocab { Ok(id) } else { Err(ExportError::VocabularySize { tokens: id + 1, vocab }) }
     };
     for (text, id) in json["model"]["vocab"].as_object().unwrap_or(&no_tokens) {
-        let kind = match () {
-            () if json["model"]["unk_token"].as_str() == Some(text) => UNKNOWN,
-            () if sentence_piece && is_byte_token(text) => BYTE,
-            () => NORMAL,
+        let kind = if json["model"]["unk_token"].as_str() == Some(text) {
+            UNKNOWN
+        } else if sentence_piece && is_byte_token(text) {
+            BYTE
+        } else {
+            NORMAL
         };
         let score = ranks.get(text).map_or(NO_MERGE, |rank| -(*rank as f32));
         let text = if family == Family::Characters { byte_text(text.as_bytes()) } else { text.clone() };
@@ -248,10 +265,10 @@ fn tokens(
     }
     for added in json["added_tokens"].as_array().map_or(&[][..], Vec::as_slice) {
         let id = place(added["id"].as_u64())?;
-        let kind = match () {
-            () if tokens[id].kind == UNKNOWN => UNKNOWN,
-            () if added["special"] == true => CONTROL,
-            () => USER_DEFINED,
+        let kind = match tokens[id].kind {
+            UNKNOWN => UNKNOWN,
+            _ if added["special"] == true => CONTROL,
+            _ => USER_DEFINED,
         };
         let text = added["content"].as_str().unwrap_or_default().to_owned();
         tokens[id] = Token { text, kind, score: 0.0 };
@@ -281,6 +298,17 @@ mod tests {
         let tokens = tokens(&json, Family::Characters, &[], 2).unwrap();
         assert_eq!(tokens.iter().map(|t| t.text.as_str()).collect::<Vec<_>>(), ["a", "âĤ¬"]);
         assert_eq!(character_merges(&tokens[1].text), ["â Ĥ", "âĤ ¬"]);
+    }
+
+    #[test]
+    fn a_seldom_used_symbol_stands_in_for_the_end_of_text() {
+        let stand_in = |text: &str| {
+            let vocab = text.chars().count();
+            let tokens = tokens(&characters(text), Family::Characters, &[], vocab).unwrap();
+            tokens[rarest_token(&tokens).unwrap()].text.clone()
+        };
+        assert_eq!(stand_in("\n !$&abc"), "$");
+        assert_eq!(stand_in("abcé"), "Ã©");
     }
 
     #[test]
