@@ -111,7 +111,7 @@ impl<'a> Conversation<'a> {
 }
 
 fn message(role: &str, content: &str) -> ChatMessage {
-    ChatMessage { role: role.into(), content: content.into() }
+    ChatMessage::new(role, content)
 }
 
 #[cfg(test)]

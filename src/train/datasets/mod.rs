@@ -24,7 +24,9 @@ pub struct Datasets {
 /// Source of the job's chat template, if its data are chats.
 pub fn chat_template(job: &Job) -> Result<Option<String>, Failure> {
     match &job.data.source {
-        job::SourceConfig::Jsonl(s) if s.messages.is_some() || s.chat.is_some() => Ok(language::template_source(s)?),
+        job::SourceConfig::Jsonl(s) if s.messages.is_some() || s.chat.is_some() => {
+            Ok(language::template_source(s)?)
+        }
         _ => Ok(None),
     }
 }
