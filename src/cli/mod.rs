@@ -22,7 +22,7 @@ use std::io::{self, IsTerminal, Write};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use clap::error::ErrorKind;
+use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
 use crate::data::{DatasetContext, NoProgress, ProgressObserver};
@@ -304,6 +304,12 @@ pub fn start_threads() -> Result<(), CliError> {
 fn handle_clap_error(error: &clap::Error, json: bool) -> Exit {
     // A closed output is not an error.
     let _ = error.print();
+    if let (ErrorKind::UnknownArgument, Some(ContextValue::String(flag))) =
+        (error.kind(), error.get(ContextKind::InvalidArg))
+        && let Some(key) = crate::job::synonym_key(flag.trim_start_matches('-'))
+    {
+        let _ = writeln!(io::stderr().lock(), "\n  hint: keys of the job are set by `--set {key}=VALUE`");
+    }
     match error.kind() {
         ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => Exit::Done,
         _ => {

@@ -12,6 +12,7 @@ use toml::de::{DeInteger, DeString, DeTable, DeValue};
 
 use super::error::{ErrorCode, JobError, did_you_mean};
 use super::renamed::renamed;
+use super::synonyms::{synonym_hint, synonym_key};
 use super::schema::{allowed, choices, is_table, keywords, kind, kinds};
 use super::source_map::WHOLE_FILE;
 use crate::base::units::MemorySize;
@@ -135,7 +136,13 @@ impl Checker<'_> {
                 };
                 let now = renamed(&join(path, name)).and_then(|key| key.rsplit('.').next());
                 let hint = now.map(|new| format!("`{shown}` is now called `{new}`"));
-                let hint = hint.or_else(|| did_you_mean(name, known.iter().copied())).or(elsewhere);
+                // What other tools call a key of this table, one that is spelled almost so, then other tables.
+                let is_here = |key: &str| {
+                    key.rsplit_once('.').is_some_and(|(table, key)| table == path && known.contains(&key))
+                };
+                let here = synonym_key(name).filter(|key| is_here(key)).and_then(|_| synonym_hint(name));
+                let hint = hint.or(here).or_else(|| did_you_mean(name, known.iter().copied()));
+                let hint = hint.or(elsewhere).or_else(|| synonym_hint(name));
                 JobError::new(ErrorCode::UnknownKey, what).hint(hint)
             }
         };

@@ -23,6 +23,7 @@ mod rules;
 mod schema;
 mod source_map;
 mod stop;
+mod synonyms;
 mod train;
 mod transformer;
 
@@ -51,6 +52,7 @@ pub use reference::job_markdown;
 pub use schema::schema;
 pub use source_map::{Snippet, SourceLocation};
 pub use stop::StopConfig;
+pub use synonyms::synonym_key;
 pub use train::{ClassWeightsConfig, ClassWeightsRule, LossKind, Precision, RunLength, TrainConfig};
 pub use transformer::{BertConfig, GptConfig, LlamaConfig, VitConfig};
 
