@@ -116,11 +116,12 @@ pub struct Generator<'a> {
     networks: BTreeMap<usize, Network>,
     /// The tokens whose keys and values each slot has.
     cached: Vec<Vec<u32>>,
-    _reservations: Vec<Reservation>,
+    _reservation: Reservation,
 }
 
 impl<'a> Generator<'a> {
-    /// Reserves and allocates the cache. The weights are in `store`, in the compute dtype of `inputs`, and reserved.
+    /// Reserves and allocates the cache. The weights are in `store`, in the compute dtype of `inputs`; the caller has
+    /// reserved them and the fixed part of the plan.
     pub fn new(
         inputs: GenerationInputs<'a>,
         plan: GenerationPlan,
@@ -129,15 +130,13 @@ impl<'a> Generator<'a> {
     ) -> Result<Self, GenerateError> {
         check_layout(&inputs.layout()?, &store.layout)?;
         let decode = inputs.network(1, plan.slots, plan.capacity)?;
-        let reservations = vec![
-            ledger.reserve(Role::Activations, "key-value cache", decode.cache.bytes(inputs.dtype))?,
-            ledger.reserve(Role::Workspace, "rotary tables", decode.table_bytes)?,
-        ];
+        let reservation =
+            ledger.reserve(Role::Activations, "key-value cache", decode.cache.bytes(inputs.dtype))?;
         Ok(Self {
             cache: KvCache::new(decode.cache, inputs.dtype, store.compute_weights.device())?,
             networks: [(1, decode.network)].into(),
             cached: vec![Vec::new(); plan.slots],
-            _reservations: reservations,
+            _reservation: reservation,
             inputs,
             plan,
             store,
