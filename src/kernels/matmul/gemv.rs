@@ -165,7 +165,7 @@ pub(in crate::kernels) fn dot_rows<T: Elem, const N: usize>(rows: [&[T]; N], x: 
         while width > 1 {
             width /= 2;
             for i in 0..width {
-                lanes[i] = lanes[i] + lanes[i + width];
+                lanes[i] += lanes[i + width];
             }
         }
         lanes[0]
