@@ -8,6 +8,7 @@ mod decoding;
 mod dispatch;
 mod docs;
 mod durable;
+mod export;
 mod faults;
 #[allow(dead_code)]
 #[path = "../src/data/images/fixtures.rs"]

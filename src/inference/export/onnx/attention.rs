@@ -114,13 +114,12 @@ impl AttentionNode<'_> {
         let scale = graph.float((head_dim as f64).powf(-0.5) as f32);
         let q = graph.node("Mul", &[&q, &scale]);
         let mut scores = graph.node("MatMul", &[&q, &k]);
-        let masked = graph.float(MASKED);
         if self.causal {
-            let future = shared.future(graph, self.tokens);
+            let (future, masked) = (shared.future(graph, self.tokens), graph.float(MASKED));
             scores = graph.node("Where", &[&future, &masked, &scores]);
         }
         if let Some(padding) = &shared.padding {
-            let axis = graph.ints(&[1]);
+            let (axis, masked) = (graph.ints(&[1]), graph.float(MASKED));
             let padding = graph.node("Unsqueeze", &[padding, &axis]);
             scores = graph.node("Where", &[&padding, &masked, &scores]);
         }

@@ -431,11 +431,8 @@ impl<'a> NetworkExport<'a> {
             let grouped = graph.reshape(&x, &[0, groups as i64, -1]);
             let attributes = vec![Attribute::float("epsilon", group_norm::EPS as f32)];
             let normalized = graph.node_with("InstanceNormalization", &[&grouped, &ones, &zeros], attributes);
-            let shape: Vec<i64> = match norm.shape.as_slice() {
-                &[height, width, _] => vec![0, channels as i64, height as i64, width as i64],
-                &[length, _] => vec![0, channels as i64, length as i64],
-                _ => vec![0, channels as i64],
-            };
+            let inner = norm.shape.iter().take(norm.shape.len() - 1).map(|dim| *dim as i64);
+            let shape: Vec<i64> = [0, channels as i64].into_iter().chain(inner).collect();
             let normalized = graph.reshape(&normalized, &shape);
             let per_channel: Vec<i64> = match shape.len() {
                 2 => vec![channels as i64],

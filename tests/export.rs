@@ -1,0 +1,101 @@
+//! Exports through the program: what was written is evaluated beside the model, and what makes no sense is refused.
+
+use std::fs;
+
+use serde_json::{Value, json};
+
+use crate::harness::{job_folder, trainer};
+
+const CLASSIFIER: &str = "[model]\nkind = 'mlp'\nhidden = [32]\n[data]\nkind = 'csv'\ntrain = ['train.csv']\n\
+    target = 'class'\nvalid_fraction = 0.25\n[train]\nbatch_size = 16\nepochs = 6\nema = 0.9\n\
+    [log]\ntensorboard = false\n";
+
+const LANGUAGE: &str = "[model]\nkind = 'llama'\nlayers = 2\nheads = 4\nkv_heads = 2\nwidth = 64\nhidden = 96\n\
+    context = 32\n[data]\nkind = 'text'\ntrain = ['text.txt']\n[train]\nbatch_size = 8\nsteps = 30\n\
+    [log]\ntensorboard = false\n";
+
+fn classifier() -> tempfile::TempDir {
+    let folder = job_folder(CLASSIFIER);
+    let row = |i: usize| {
+        let (x, y) = (i * 37 % 101, i * 53 % 97);
+        format!("{x},{y},{},{}\n", ["red", "blue"][i % 2], if x > y { "above" } else { "below" })
+    };
+    let rows: String = (0..200).map(row).collect();
+    fs::write(folder.path().join("train.csv"), format!("x,y,color,class\n{rows}")).unwrap();
+    trainer(folder.path(), &["fit", "job.toml", "--run-dir", "run", "-q"]).expect(0);
+    folder
+}
+
+fn change(summary: &Value, metric: &str) -> f64 {
+    let all = summary["comparison"].as_array().unwrap();
+    let found = all.iter().find(|one| one["metric"] == metric).unwrap();
+    (found["after"].as_f64().unwrap() - found["before"].as_f64().unwrap()).abs()
+}
+
+#[test]
+fn an_export_is_evaluated_beside_its_model() {
+    let folder = classifier();
+    let export = |args: &[&str]| trainer(folder.path(), &[&["export", "run", "--json", "-q"], args].concat());
+    for format in ["onnx", "safetensors"] {
+        let exact = export(&["--format", format, "-o", format]).expect(0).json();
+        // The moving average was exported, with the statistics of the same checkpoint.
+        assert_eq!((change(&exact, "loss"), change(&exact, "accuracy")), (0.0, 0.0), "{exact}");
+        let half = format!("{format}-bf16");
+        let rounded = export(&["--format", format, "--dtype", "bf16", "-o", &half]).expect(0).json();
+        let loss = change(&rounded, "loss");
+        assert!(loss > 0.0 && loss < 0.05, "{rounded}");
+    }
+    let description: Value =
+        serde_json::from_slice(&fs::read(folder.path().join("safetensors/model.json")).unwrap()).unwrap();
+    assert_eq!(description["target"]["classes"], json!(["above", "below"]));
+    assert!(description["preprocessing"]["table"]["columns"].as_array().unwrap().len() >= 3);
+    // Nothing is left beside the exports.
+    let hidden = fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().file_name());
+    let hidden: Vec<_> = hidden.filter(|name| name.to_string_lossy().starts_with('.')).collect();
+    assert!(hidden.is_empty(), "{hidden:?}");
+
+    // Without the data there is nothing to evaluate on, and that is said.
+    fs::remove_file(folder.path().join("train.csv")).unwrap();
+    let blind = export(&["--format", "onnx", "-o", "blind"]).expect(0).json();
+    assert_eq!(blind["comparison"], json!([]));
+    assert!(blind["notes"][0].as_str().unwrap().contains("was not evaluated"), "{blind}");
+}
+
+#[test]
+fn a_language_model_is_quantized() {
+    let folder = job_folder(LANGUAGE);
+    let text: String = (0..4000).map(|i| ["the ", "quick ", "brown ", "fox\n"][i * i % 7 % 4]).collect();
+    fs::write(folder.path().join("text.txt"), text).unwrap();
+    trainer(folder.path(), &["fit", "job.toml", "--run-dir", "run", "-q"]).expect(0);
+    let export = |args: &[&str]| trainer(folder.path(), &[&["export", "run", "--json", "-q"], args].concat());
+    let full = export(&["--format", "hf", "-o", "hf"]).expect(0).json();
+    let quantized = export(&["--format", "gguf", "--quantize", "q8_0", "-o", "q8"]).expect(0).json();
+    assert_eq!(change(&full, "loss"), 0.0, "{full}");
+    assert!(change(&quantized, "loss") < 0.01, "{quantized}");
+    assert!(quantized["bytes"].as_u64().unwrap() < full["bytes"].as_u64().unwrap() / 2);
+    for file in
+        ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "README.md"]
+    {
+        assert!(folder.path().join("hf").join(file).exists(), "{file}");
+    }
+}
+
+#[test]
+fn what_makes_no_sense_is_refused_with_what_would_work() {
+    let folder = classifier();
+    let export = |args: &[&str]| trainer(folder.path(), &[&["export", "run", "-q"], args].concat());
+    let text = export(&["--format", "gguf", "-o", "out"]).expect(2).stderr;
+    assert!(text.contains("a `mlp` model has no `gguf` form"), "{text}");
+    assert!(
+        text.contains("hint: a `mlp` model exports with `--format safetensors`, `--format onnx`"),
+        "{text}"
+    );
+    export(&["--format", "onnx", "--quantize", "q4_0", "-o", "out"]).expect(2);
+    assert!(!folder.path().join("out").exists());
+    export(&["--format", "onnx", "-o", "out"]).expect(0);
+    let text = export(&["--format", "onnx", "-o", "out"]).expect(2).stderr;
+    assert!(text.contains("`out` exists and is not empty") && text.contains("--force"), "{text}");
+    export(&["--format", "onnx", "-o", "out", "--force"]).expect(0);
+    let text = trainer(folder.path(), &["export", "nowhere", "--format", "onnx", "-o", "x"]).expect(2).stderr;
+    assert!(text.contains("is not a run"), "{text}");
+}
