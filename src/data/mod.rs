@@ -28,6 +28,7 @@ pub mod split;
 pub mod streaming;
 pub mod table;
 pub mod transforms;
+pub mod warnings;
 mod zip_entry;
 
 use std::sync::Arc;

@@ -3,6 +3,7 @@
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
+use super::data::one_or_many::{list_of_one_or_many, one_or_list};
 use super::image_models::{MobilenetConfig, ResnetConfig};
 use super::layers::LayersConfig;
 use super::transformer::{BertConfig, GptConfig, LlamaConfig, VitConfig};
@@ -59,7 +60,8 @@ impl ModelConfig {
 #[serde(default)]
 pub struct MlpConfig {
     /// Widths of the hidden layers, first to last; `[]` is a linear model.
-    #[schemars(inner(range(min = 1, max = 1_048_576)))]
+    #[serde(deserialize_with = "list_of_one_or_many")]
+    #[schemars(inner(range(min = 1, max = 1_048_576)), transform = one_or_list)]
     pub hidden: Vec<usize>,
     /// Activation after every hidden layer.
     pub activation: ActivationKind,
@@ -79,7 +81,8 @@ impl Default for MlpConfig {
 #[serde(default)]
 pub struct CnnConfig {
     /// Widths of the hidden dense layers after the stages; with `[]`, only the output layer follows them.
-    #[schemars(inner(range(min = 1, max = 1_048_576)))]
+    #[serde(deserialize_with = "list_of_one_or_many")]
+    #[schemars(inner(range(min = 1, max = 1_048_576)), transform = one_or_list)]
     pub hidden: Vec<usize>,
     /// Activation after every convolution and every hidden layer.
     pub activation: ActivationKind,

@@ -1,12 +1,14 @@
 //! A preview of a job's data: what it contains, and its first records as the model will see them.
 //!
-//! Reads a few records and takes the rest from what the dataset already knows; never scans the data.
+//! Reads a few records and takes the rest from what the dataset already knows; of a table, a bounded number of rows of
+//! both sets are compared.
 
 use serde::{Serialize, Serializer};
 use serde_json::{Map, Value, json};
 
 use crate::base::features::{Features, InputSpec, TargetSpec};
 use crate::base::units::format_count;
+use crate::data::warnings::{self, WARNING};
 use crate::data::{BatchValues, DataError, Dataset, HostBatch, LengthStats, SampleKey};
 use crate::kernels::cross_entropy::IGNORE_INDEX;
 use crate::kernels::pixel_lut;
@@ -40,6 +42,9 @@ pub struct DataPreview {
     pub balance: Option<Vec<(String, u64)>>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub lengths: Option<LengthSummary>,
+    /// What may make a run pointless without being an error.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub warnings: Vec<String>,
     /// The first records of the training set.
     pub first: Vec<Value>,
 }
@@ -100,9 +105,10 @@ pub fn preview(
         valid_samples: valid.len(),
         input,
         target,
-        about: train.describe(),
+        about: train.describe().into_iter().filter(|(name, _)| name != WARNING).collect(),
         balance: train.class_counts().map(|classes| classes.into_iter().enumerate().map(named).collect()),
         lengths: train.length_stats().map(length_summary),
+        warnings: warnings::warnings(train, valid, seed),
         first,
     })
 }
@@ -217,6 +223,7 @@ impl DataPreview {
                 lines.push((name.into(), line.trim_end().to_owned()));
             }
         }
+        lines.extend(self.warnings.iter().map(|text| (WARNING.to_owned(), text.clone())));
         for record in &self.first {
             let fields = RECORD_FIELDS.into_iter().filter_map(|name| Some((name, record.get(name)?)));
             let text: Vec<String> =

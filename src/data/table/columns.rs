@@ -47,8 +47,16 @@ pub struct ListElement {
 pub struct SelectedColumns {
     /// Inputs in file order, then targets in the declared order.
     pub columns: Vec<Column>,
+    pub remarks: ColumnRemarks,
+}
+
+/// What to report about the columns of a file.
+#[derive(Debug, Default)]
+pub struct ColumnRemarks {
     /// (column, why it is no input) of columns that were left out without being asked to.
     pub left_out: Vec<(String, String)>,
+    /// What is suspicious about the inputs.
+    pub warnings: Vec<String>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -258,7 +266,22 @@ pub fn select_columns(
             "add the column to `ignore`",
         ));
     }
-    Ok(SelectedColumns { columns, left_out })
+    let inputs = columns.iter().filter(|column| !column.target && column.element.is_none());
+    let warnings = inputs.filter_map(|column| input_warning(&column.name, &inferred[column.index])).collect();
+    Ok(SelectedColumns { columns, remarks: ColumnRemarks { left_out, warnings } })
+}
+
+fn input_warning(name: &str, inferred: &ColumnInference) -> Option<String> {
+    if inferred.equals_target() {
+        return Some(format!(
+            "column `{name}` equals the target in the first rows: it is no input, add it to `ignore`"
+        ));
+    }
+    let rows = inferred.identifiers()?;
+    Some(format!(
+        "column `{name}` has as many values as rows, {rows} whole numbers in the first {rows} rows: if they identify \
+         the row, add it to `ignore`"
+    ))
 }
 
 /// Types columns by what the first rows show.

@@ -15,7 +15,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use super::columns::{CellParser, Column};
 use super::dialect::{Dialect, MAX_ROW_BYTES, RowEnds, RowFields};
 use super::encoding::{RowEncoder, TableSchema};
-use super::inference::{ColumnInference, SAMPLE_ROWS};
+use super::inference::{ColumnInference, MAX_WATCHED_COLUMNS, SAMPLE_ROWS};
 use super::row_index::{self, RowBlock, RowIndex, RowScan};
 use super::rows::{ColumnNames, RowReader};
 use super::text_encoding::TextEncoding;
@@ -71,6 +71,8 @@ impl CsvHeader {
         let of_targets = inferred.iter_mut().zip(&self.names).filter(|(_, name)| targets.contains(name));
         of_targets.for_each(|(look, _)| look.count_distinct());
         self.unnamed.iter().for_each(|i| inferred[*i].watch_for_index());
+        inferred.iter_mut().take(MAX_WATCHED_COLUMNS).for_each(ColumnInference::watch_for_identifiers);
+        let only_target = self.names.iter().position(|name| targets.len() == 1 && targets.contains(name));
         reader.read_names()?;
         let mut fields = RowFields::default();
         for _ in 0..SAMPLE_ROWS {
@@ -79,7 +81,13 @@ impl CsvHeader {
             // A row with the wrong number of columns is reported when it is read.
             if fields.len() == inferred.len() {
                 let cells = (0..fields.len()).map(|i| CellValue::Text(fields.get(row, i)));
-                inferred.iter_mut().zip(cells).for_each(|(look, cell)| look.observe(cell, parser, line));
+                let target = only_target.map(|i| CellValue::Text(fields.get(row, i)));
+                for (look, cell) in inferred.iter_mut().zip(cells) {
+                    look.observe(cell, parser, line);
+                    if let Some(target) = target {
+                        look.compare_with_target(cell, target);
+                    }
+                }
             }
         }
         Ok(inferred)

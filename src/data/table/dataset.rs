@@ -123,7 +123,7 @@ pub fn open(
         None
     };
     let schema = TableSchema::new(selected.columns, &train.names, statistics);
-    let encoder = Arc::new(RowEncoder::new(&paths[0], schema, &selected.left_out, parser, settings)?);
+    let encoder = Arc::new(RowEncoder::new(&paths[0], schema, &selected.remarks, parser, settings)?);
     // The class counts cover the training rows. They are those of the whole file only if validation has its own files.
     let balance = encoder.class_counts.clone().filter(|_| valid.is_some());
     let train = train.into_dataset(&encoder, balance, Some(ctx.shuffle_buffer));
@@ -150,7 +150,7 @@ pub fn open_with_schema(
     let schema = schema.located(&paths[0], &table.names)?;
     table.measure_readers(&schema.columns, ctx)?;
     let parser = CellParser::new(&settings.missing, &settings.trim, format.encoding());
-    let encoder = Arc::new(RowEncoder::new(&paths[0], schema, &[], parser, settings)?);
+    let encoder = Arc::new(RowEncoder::new(&paths[0], schema, &Default::default(), parser, settings)?);
     Ok(table.into_dataset(&encoder, None, None))
 }
 

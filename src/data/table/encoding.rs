@@ -10,9 +10,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use serde::{Deserialize, Serialize};
 
-use super::columns::{CellParser, Column, ColumnKind};
+use super::columns::{CellParser, Column, ColumnKind, ColumnRemarks};
 use super::statistics::{CategoryCounts, ColumnStatistics, Moments, TableStatistics};
 use super::{CellValue, MissingPolicy, RowCells, TableSettings, UnknownPolicy};
+use crate::data::warnings::{self, WARNING};
 use crate::data::{BatchRow, DataError, Features, InputSpec, TargetSpec};
 
 /// Code of a cell without a value.
@@ -116,6 +117,7 @@ pub struct RowEncoder {
     description: Vec<(String, String)>,
     /// Columns that are no inputs though nobody asked for it.
     left_out: Vec<(String, String)>,
+    warnings: Vec<String>,
 }
 
 enum ColumnEncoder {
@@ -135,11 +137,11 @@ struct CategoryIndex {
 }
 
 impl RowEncoder {
-    /// `left_out`: (column, why it is no input) of columns to report.
+    /// `remarks` are reported with the columns.
     pub fn new(
         file: &Path,
         schema: TableSchema,
-        left_out: &[(String, String)],
+        remarks: &ColumnRemarks,
         parser: CellParser,
         settings: &TableSettings,
     ) -> Result<Self, DataError> {
@@ -152,6 +154,7 @@ impl RowEncoder {
             class_counts: None,
             description: Vec::new(),
             left_out: Vec::new(),
+            warnings: Vec::new(),
         };
         let (columns, statistics) = (&schema.columns, schema.statistics.as_ref());
         let (mut inputs, mut targets, mut classes) = (0, 0, None);
@@ -212,7 +215,12 @@ impl RowEncoder {
             }
             row_encoder.column_encoders.push(encoder);
         }
-        row_encoder.left_out = left_out.to_vec();
+        row_encoder.left_out.clone_from(&remarks.left_out);
+        row_encoder.warnings.clone_from(&remarks.warnings);
+        row_encoder.warnings.extend(identifier_warnings(columns, statistics));
+        if let (Some(names), Some(counts)) = (&classes, &row_encoder.class_counts) {
+            row_encoder.warnings.extend(warnings::class_warnings(names, counts));
+        }
         if let Some(skipped) = statistics.map(|statistics| statistics.skipped_rows).filter(|n| *n > 0) {
             row_encoder.description.push(("skipped".into(), format!("{skipped} bad training rows")));
         }
@@ -389,6 +397,8 @@ impl RowEncoder {
         }
         let left_out = self.left_out.iter().take(MAX_DESCRIBED_COLUMNS).cloned();
         about.splice(0..0, left_out);
+        let warnings = self.warnings.iter().take(MAX_DESCRIBED_COLUMNS);
+        about.extend(warnings.map(|text| (WARNING.to_owned(), text.clone())));
         about
     }
 
@@ -449,6 +459,23 @@ fn number_encoder(
         at + 1
     });
     ColumnEncoder::Number { mean, scale, fill, at, flag }
+}
+
+/// Categorical inputs with a category for each row.
+fn identifier_warnings(columns: &[Column], statistics: Option<&TableStatistics>) -> Vec<String> {
+    const MIN_ROWS: u64 = 20;
+    let Some(statistics) = statistics.filter(|statistics| statistics.rows >= MIN_ROWS) else {
+        return Vec::new();
+    };
+    let each = columns.iter().zip(&statistics.columns).filter(|(column, _)| !column.target);
+    each.filter_map(|(column, found)| match found {
+        ColumnStatistics::Category(counts) if counts.values.len() as u64 == statistics.rows => Some(format!(
+            "column `{}` has as many values as training rows, {}: no value is seen twice, add it to `ignore`",
+            column.name, statistics.rows
+        )),
+        _ => None,
+    })
+    .collect()
 }
 
 /// Category id of a code, if it has one.

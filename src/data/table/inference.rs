@@ -52,7 +52,17 @@ pub struct ColumnInference {
     pub first_date: Option<Box<CellPlace>>,
     /// Values of a column without a name; `None` once one of them repeats.
     index: Option<HashSet<Vec<u8>>>,
+    /// Hashes of whole numbers; `None` once one of them repeats, or if the column is not watched.
+    whole_numbers: Option<HashSet<u64>>,
+    /// Rows whose value is that of the target, and whether there is a row where it is not.
+    same_as_target: usize,
+    differs_from_target: bool,
 }
+
+/// Columns that are watched for identifiers: their values take memory.
+pub const MAX_WATCHED_COLUMNS: usize = 1000;
+/// Rows from which on a column without a value twice is taken for an identifier.
+const MIN_IDENTIFIERS: usize = 100;
 
 impl ColumnInference {
     /// For a column whose type the file declares.
@@ -70,6 +80,30 @@ impl ColumnInference {
         self.index = Some(HashSet::new());
     }
 
+    /// The column may hold identifiers.
+    pub fn watch_for_identifiers(&mut self) {
+        self.whole_numbers = Some(HashSet::new());
+    }
+
+    /// Compares the value with that of the target in the same row.
+    pub fn compare_with_target(&mut self, cell: CellValue<'_>, target: CellValue<'_>) {
+        match cell == target {
+            true => self.same_as_target += 1,
+            false => self.differs_from_target = true,
+        }
+    }
+
+    /// Whether every value was that of the target.
+    pub fn equals_target(&self) -> bool {
+        self.same_as_target > 1 && !self.differs_from_target
+    }
+
+    /// Number of values, if all are whole numbers and no two are equal.
+    pub fn identifiers(&self) -> Option<usize> {
+        let whole = self.whole_numbers.is_some() && !self.has_text && !self.has_fraction;
+        (whole && self.values >= MIN_IDENTIFIERS).then_some(self.values)
+    }
+
     /// Adds the value at `line`.
     pub fn observe(&mut self, cell: CellValue<'_>, parser: &CellParser, line: u64) {
         if parser.is_missing(cell) {
@@ -82,11 +116,20 @@ impl ColumnInference {
             CellValue::Number(x) => {
                 self.numbers += 1;
                 self.has_fraction |= x.fract() != 0.0;
+                self.observe_whole_number(hash(&x.to_le_bytes()));
             }
             CellValue::Text(text) => self.observe_text(text, line),
         }
         if self.counts_distinct && self.distinct.len() <= MAX_INTEGER_CLASSES {
             self.distinct.insert(parser.category(cell).into_owned());
+        }
+    }
+
+    fn observe_whole_number(&mut self, hash: u64) {
+        if let Some(seen) = &mut self.whole_numbers
+            && (self.has_fraction || !seen.insert(hash))
+        {
+            self.whole_numbers = None;
         }
     }
 
@@ -117,8 +160,10 @@ impl ColumnInference {
             return;
         }
         self.numbers += 1;
-        self.number_hashes |= 1 << (hash(text) & 63);
+        let hash = hash(text);
+        self.number_hashes |= 1 << (hash & 63);
         self.has_fraction |= !text.iter().all(|b| b.is_ascii_digit() || b"+-".contains(b));
+        self.observe_whole_number(hash);
         if was_open && (self.notation.conflict().is_some() || self.notation.is_ambiguous()) {
             self.first_problem = place();
         }

@@ -18,7 +18,7 @@ use rayon::prelude::*;
 use super::checked_pages::{CheckedPages, DeltaTextSizes};
 use super::columns::{CellParser, Column, ListElement};
 use super::encoding::{RowEncoder, TableSchema};
-use super::inference::{ColumnInference, SAMPLE_ROWS};
+use super::inference::{ColumnInference, MAX_WATCHED_COLUMNS, SAMPLE_ROWS};
 use super::parquet_values::{ColumnValues, ValueFormat};
 use super::{
     CellValue, RowCells, RowVisitor, TableReader, parquet_pages, parquet_partitions, parquet_values,
@@ -177,6 +177,9 @@ impl ParquetFiles {
                     inferred[at].unsupported = Some("lists of different lengths");
                 }
             }
+            let only_target =
+                single.iter().position(|i| targets.len() == 1 && targets.contains(&self.names[*i]));
+            inferred.iter_mut().take(MAX_WATCHED_COLUMNS).for_each(ColumnInference::watch_for_identifiers);
             let selection = LeafSelection::new(self.leaf_count, single.iter().map(|i| (*i, None)));
             let mut rows = self.open_row_group(group, selection)?;
             let mut left = SAMPLE_ROWS;
@@ -185,6 +188,9 @@ impl ParquetFiles {
                 for row in 0..rows.count {
                     for (i, &at) in single.iter().enumerate() {
                         inferred[at].observe(rows.cell(row, i), parser, row as u64);
+                        if let Some(target) = only_target {
+                            inferred[at].compare_with_target(rows.cell(row, i), rows.cell(row, target));
+                        }
                     }
                 }
                 left = left.saturating_sub(rows.count);

@@ -5,15 +5,18 @@ use std::path::PathBuf;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
+use super::one_or_many::{list_of_one_or_many, one_or_list};
+
 /// The files of a set.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct FilesConfig {
-    /// Training files; a name may be a pattern such as `data/*.csv`.
-    #[schemars(length(min = 1), transform = each_a_path)]
+    /// Training files, one or a list; a name may be a pattern such as `data/*.csv`.
+    #[serde(deserialize_with = "list_of_one_or_many")]
+    #[schemars(length(min = 1), transform = each_a_path, transform = one_or_list)]
     pub train: Vec<PathBuf>,
     /// Validation files; without them, `valid_fraction` of the samples of `train` is the validation set.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    #[schemars(transform = each_a_path)]
+    #[serde(default, skip_serializing_if = "Vec::is_empty", deserialize_with = "list_of_one_or_many")]
+    #[schemars(transform = each_a_path, transform = one_or_list)]
     pub valid: Vec<PathBuf>,
     /// Fraction of the samples of `train` that is the validation set; unused if `valid` is given.
     #[serde(default = "tenth")]

@@ -9,7 +9,7 @@ mod generated;
 mod images;
 mod language;
 mod loader;
-mod one_or_many;
+pub(super) mod one_or_many;
 mod tables;
 
 pub use augment::AugmentConfig;

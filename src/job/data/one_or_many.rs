@@ -3,8 +3,8 @@
 use std::borrow::Cow;
 
 use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
-use serde::{Deserialize, Serialize};
-use serde_json::Value;
+use serde::{Deserialize, Deserializer, Serialize};
+use serde_json::{Value, json};
 
 /// One value for all, or a list.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -39,6 +39,21 @@ impl<T: JsonSchema> JsonSchema for OneOrMany<T> {
         let kind = items.get("type").cloned().unwrap_or_default();
         json_schema!({ "type": [kind, "array"], "items": items, "minItems": 1, "maxItems": 4 })
     }
+}
+
+/// Deserializes a list from a list or from one value.
+pub(in crate::job) fn list_of_one_or_many<'de, T, D>(from: D) -> Result<Vec<T>, D::Error>
+where
+    T: Clone + Deserialize<'de>,
+    D: Deserializer<'de>,
+{
+    OneOrMany::deserialize(from).map(|values| values.to_vec())
+}
+
+/// The schema of such a list.
+pub(in crate::job) fn one_or_list(schema: &mut Schema) {
+    let kind = schema.get("items").and_then(|items| items.get("type")).cloned().unwrap_or_default();
+    schema.insert("type".into(), json!([kind, "array"]));
 }
 
 /// Any number of distinct values.

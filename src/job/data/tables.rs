@@ -4,7 +4,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use super::FilesConfig;
-use super::one_or_many::{OneOrMany, any_number};
+use super::one_or_many::{OneOrMany, any_number, list_of_one_or_many, one_or_list};
 
 /// Tables of text: rows of fields, quoted where needed; plain or compressed.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
@@ -71,27 +71,27 @@ pub struct ColumnsConfig {
     #[serde(default)]
     pub task: Task,
     /// The classes in order; by default those of the training rows, in numeric or alphabetical order.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    #[schemars(extend("uniqueItems" = true))]
+    #[serde(default, skip_serializing_if = "Vec::is_empty", deserialize_with = "list_of_one_or_many")]
+    #[schemars(extend("uniqueItems" = true), transform = one_or_list)]
     pub classes: Vec<String>,
     /// Input columns; by default all but the target and `ignore`. Their order is that of the file.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    #[schemars(extend("uniqueItems" = true))]
+    #[serde(default, skip_serializing_if = "Vec::is_empty", deserialize_with = "list_of_one_or_many")]
+    #[schemars(extend("uniqueItems" = true), transform = one_or_list)]
     pub columns: Vec<String>,
     /// Columns that are no input.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    #[schemars(extend("uniqueItems" = true))]
+    #[serde(default, skip_serializing_if = "Vec::is_empty", deserialize_with = "list_of_one_or_many")]
+    #[schemars(extend("uniqueItems" = true), transform = one_or_list)]
     pub ignore: Vec<String>,
     /// Categorical columns, whatever their values. Columns with text in the first 1000 rows are categorical by default.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    #[schemars(extend("uniqueItems" = true))]
+    #[serde(default, skip_serializing_if = "Vec::is_empty", deserialize_with = "list_of_one_or_many")]
+    #[schemars(extend("uniqueItems" = true), transform = one_or_list)]
     pub categorical: Vec<String>,
     /// How a category is presented to the model.
     #[serde(default)]
     pub encode: CategoryEncoding,
     /// Numeric columns, whatever their values; a value that is not a number is a bad record.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    #[schemars(extend("uniqueItems" = true))]
+    #[serde(default, skip_serializing_if = "Vec::is_empty", deserialize_with = "list_of_one_or_many")]
+    #[schemars(extend("uniqueItems" = true), transform = one_or_list)]
     pub numeric: Vec<String>,
     /// Texts that mean a missing value.
     #[serde(default = "missing")]
