@@ -24,6 +24,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.dataset as dataset
 import pyarrow.parquet as pq
+from PIL import Image
 
 OUT = Path(__file__).resolve().parent.parent / "tests" / "data"
 ROWS = 60
@@ -263,12 +264,46 @@ def parquet_tables():
     CASES.append({"file": "partitioned", "keys": {**keys, "on_missing": "zero"}, "inputs": inputs, "left_out": []})
 
 
+def images():
+    """Small images in the formats that Pillow writes, and their pixels."""
+    folder = OUT / "images"
+    folder.mkdir(exist_ok=True)
+    draw = np.random.default_rng(5)
+    first, second = [Image.fromarray(draw.integers(0, 256, (6, 9, 3), dtype=np.uint8)) for _ in range(2)]
+    gray = first.convert("L")
+    few = first.quantize(16)
+    frames = {"save_all": True, "append_images": [second], "duration": 100}
+    written = {
+        "animated.gif": (few, {**frames, "append_images": [second.quantize(16)]}),
+        "still.gif": (few, {}),
+        "rgb.bmp": (first, {}),
+        "gray.bmp": (gray, {}),
+        "palette.bmp": (few, {}),
+        "plain.tiff": (first, {}),
+        "lzw.tif": (first, {"compression": "tiff_lzw"}),
+        "deflate.tif": (gray, {"compression": "tiff_adobe_deflate"}),
+        "pages.tif": (first, {"save_all": True, "append_images": [second]}),
+        "rgb.ppm": (first, {}),
+        "gray.pgm": (gray, {}),
+        "bits.pbm": (first.convert("1"), {}),
+        "animated.webp": (first, {**frames, "lossless": True}),
+        "noextension": (first, {"format": "PNG"}),
+    }
+    expected = []
+    for name, (image, options) in written.items():
+        image.save(folder / name, **options)
+        back = Image.open(folder / name).convert("RGB")
+        expected.append({"file": name, "size": [back.height, back.width], "rgb": list(back.tobytes())})
+    (folder / "images.json").write_text(json.dumps(expected, separators=(",", ":")) + "\n")
+
+
 def main():
     OUT.mkdir(exist_ok=True)
     csv_tables()
     compressed_tables()
     json_tables()
     parquet_tables()
+    images()
     (OUT / "tables.json").write_text(json.dumps(CASES, ensure_ascii=False, separators=(",", ":")) + "\n")
 
 

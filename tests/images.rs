@@ -72,7 +72,7 @@ fn errors_in_images_and_jobs_are_reported() {
     fs::write(root.join("set/red/broken.jpg"), b"no image").unwrap();
     let (code, last, _) = fit(root, &job("set", ""));
     assert_eq!(code, 4, "{last}");
-    assert!(last.to_string().contains("set/red/broken.jpg`: it is not a JPEG, PNG or WebP"), "{last}");
+    assert!(last.to_string().contains("set/red/broken.jpg`: it is not a JPEG, PNG, WebP"), "{last}");
     let (code, last, error) = fit(root, &job("set", "on_bad_record = 'skip'"));
     assert_eq!(code, 0, "{last} {error}");
 

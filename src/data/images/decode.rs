@@ -1,4 +1,4 @@
-//! Decodes JPEG, PNG and WebP. The format is detected from the content.
+//! Decodes JPEG, PNG and WebP, and [other formats](super::more_formats). The format is detected from the content.
 //!
 //! Output is (height, width, channels) bytes with the EXIF orientation applied. Alpha is dropped; grayscale and RGB are
 //! converted to match `channels`. Dimensions in a header are checked against a pixel limit before anything is allocated
@@ -14,6 +14,7 @@ use zune_jpeg::JpegDecoder;
 
 use super::exif::{self, Orientation};
 use super::header::ImageHeader;
+use super::more_formats::MoreFormat;
 
 /// An image with a validated header.
 pub struct ImageDecoder<'a> {
@@ -30,6 +31,7 @@ enum FormatDecoder<'a> {
     Jpeg(Box<JpegDecoder<ZCursor<&'a [u8]>>>),
     Png(Box<png::Reader<Cursor<&'a [u8]>>>),
     Webp(Box<WebPDecoder<Cursor<&'a [u8]>>>),
+    More(MoreFormat, &'a [u8]),
 }
 
 impl<'a> ImageDecoder<'a> {
@@ -40,11 +42,14 @@ impl<'a> ImageDecoder<'a> {
             [0xff, 0xd8, 0xff, ..] => jpeg(file, channels)?,
             [0x89, b'P', b'N', b'G', ..] => png(file, max_pixels)?,
             [b'R', b'I', b'F', b'F', _, _, _, _, b'W', b'E', b'B', b'P', ..] => webp(file)?,
-            _ => {
-                let shown: Vec<String> = file.iter().take(4).map(|b| format!("{b:02x}")).collect();
-                let text = "it is not a JPEG, PNG or WebP file: it starts with";
-                return Err(format!("{text} {}", shown.join(" ")));
-            }
+            _ => match MoreFormat::detect(file) {
+                Some(format) => more(format, file, channels)?,
+                None => {
+                    let shown: Vec<String> = file.iter().take(4).map(|b| format!("{b:02x}")).collect();
+                    let text = "it is not a JPEG, PNG, WebP, GIF, BMP, TIFF or PNM file: it starts with";
+                    return Err(format!("{text} {}", shown.join(" ")));
+                }
+            },
         };
         let pixels = (height as u64).saturating_mul(width as u64);
         if pixels == 0 {
@@ -96,9 +101,15 @@ impl<'a> ImageDecoder<'a> {
                 pixels.clear();
                 pixels.reserve_exact(size);
                 pixels.resize(size, 0);
-                decoder.read_image(pixels).map_err(|e| decode_error("WebP", &e))?;
+                // Of an animation, the first frame.
+                match decoder.is_animated() {
+                    true => decoder.read_frame(pixels).map(drop),
+                    false => decoder.read_image(pixels),
+                }
+                .map_err(|e| decode_error("WebP", &e))?;
                 if decoder.has_alpha() { 4 } else { 3 }
             }
+            FormatDecoder::More(format, file) => format.decode(file, [self.height, self.width], pixels)?,
         };
         if pixels.len() != count * source_channels {
             return Err(format!("it decodes to {} bytes for {count} pixels", pixels.len()));
@@ -158,14 +169,19 @@ fn png(file: &[u8], max_pixels: u64) -> Result<OpenedFormat<'_>, String> {
     Ok((FormatDecoder::Png(Box::new(reader)), size, orientation))
 }
 
+fn more(format: MoreFormat, file: &[u8], channels: usize) -> Result<OpenedFormat<'_>, String> {
+    let header = ImageHeader::parse(file, channels);
+    let header =
+        header.ok_or_else(|| format!("it is a damaged {}: its header has no size", format.name()))?;
+    Ok((FormatDecoder::More(format, file), [header.height, header.width], Orientation::default()))
+}
+
 fn webp(file: &[u8]) -> Result<OpenedFormat<'_>, String> {
     let mut decoder = WebPDecoder::new(Cursor::new(file)).map_err(|e| decode_error("WebP", &e))?;
-    if decoder.is_animated() {
-        return Err("it is an animation".into());
-    }
     let (width, height) = decoder.dimensions();
     // The decoder allocates for the size in the frame header, which may contradict the container.
-    if let Some(frame) = lossy_frame(file)
+    if !decoder.is_animated()
+        && let Some(frame) = lossy_frame(file)
         && frame != [height, width]
     {
         return Err(format!(
@@ -173,7 +189,9 @@ fn webp(file: &[u8]) -> Result<OpenedFormat<'_>, String> {
             frame[1], frame[0]
         ));
     }
-    decoder.set_memory_limit(file.len());
+    // The frames of an animation are drawn onto a canvas, which counts.
+    let canvas = if decoder.is_animated() { (width as usize).saturating_mul(height as usize) } else { 0 };
+    decoder.set_memory_limit(file.len().saturating_add(canvas.saturating_mul(12)));
     let orientation =
         decoder.exif_metadata().ok().flatten().map(|exif| exif::read_orientation(&exif)).unwrap_or_default();
     Ok((FormatDecoder::Webp(Box::new(decoder)), [height as usize, width as usize], orientation))

@@ -4,6 +4,8 @@
 
 use std::io;
 
+use super::more_formats::MoreFormat;
+
 /// What a header declares.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ImageHeader {
@@ -48,8 +50,18 @@ impl ImageHeader {
             [0xff, 0xd8, 0xff, ..] => jpeg(channels, &mut read_at),
             [0x89, b'P', b'N', b'G', ..] => png(&mut read_at),
             [b'R', b'I', b'F', b'F', _, _, _, _, b'W', b'E', b'B', b'P', ..] => webp(&mut read_at),
-            _ => Ok(None),
+            start => match MoreFormat::detect(start) {
+                Some(format) => more(format, &mut read_at),
+                None => Ok(None),
+            },
         }
+    }
+
+    /// Whether a file that starts with these twelve bytes is an image.
+    pub fn is_known_format(start: &[u8; 12]) -> bool {
+        matches!(start, [0xff, 0xd8, 0xff, ..] | [0x89, b'P', b'N', b'G', ..])
+            || (start.starts_with(b"RIFF") && start.ends_with(b"WEBP"))
+            || MoreFormat::detect(start).is_some()
     }
 
     /// Parses the header of a file in memory.
@@ -101,7 +113,7 @@ impl ImageHeader {
     }
 }
 
-type ReadAt<'a> = &'a mut dyn FnMut(u64, &mut [u8]) -> io::Result<bool>;
+pub(super) type ReadAt<'a> = &'a mut dyn FnMut(u64, &mut [u8]) -> io::Result<bool>;
 
 /// Walks the segments up to the frame header: EXIF and Adobe markers, size, and subsampling of the components.
 fn jpeg(channels: usize, read_at: ReadAt) -> io::Result<Option<ImageHeader>> {
@@ -191,8 +203,20 @@ fn png(read_at: ReadAt) -> io::Result<Option<ImageHeader>> {
     Ok(Some(ImageHeader { height, width, decoded_channels, may_need_rotation, decoder_bytes }))
 }
 
+fn more(format: MoreFormat, read_at: ReadAt) -> io::Result<Option<ImageHeader>> {
+    let size = format.size(read_at)?;
+    Ok(size.map(|([height, width], bytes_per_pixel)| ImageHeader {
+        height,
+        width,
+        // At most.
+        decoded_channels: 4,
+        may_need_rotation: false,
+        decoder_bytes: (height as u64).saturating_mul(width as u64).saturating_mul(bytes_per_pixel),
+    }))
+}
+
 fn webp(read_at: ReadAt) -> io::Result<Option<ImageHeader>> {
-    let (mut place, mut may_need_rotation, mut alpha) = (12, false, false);
+    let (mut place, mut may_need_rotation, mut alpha, mut canvas) = (12, false, false, [0; 2]);
     for _ in 0..MAX_SEGMENTS {
         let mut head = [0; 18];
         if !read_at(place, &mut head)? {
@@ -203,6 +227,19 @@ fn webp(read_at: ReadAt) -> io::Result<Option<ImageHeader>> {
             b"VP8X" => {
                 alpha |= head[8] & 0x10 != 0;
                 may_need_rotation |= head[8] & 0x08 != 0;
+                let side = |i: usize| 1 + u32::from_le_bytes([head[i], head[i + 1], head[i + 2], 0]) as usize;
+                canvas = [side(15), side(12)];
+            }
+            // An animation: the canvas, a frame, and what decoding the frame takes.
+            b"ANMF" => {
+                let [height, width] = canvas;
+                return Ok(Some(ImageHeader {
+                    height,
+                    width,
+                    decoded_channels: 4,
+                    may_need_rotation,
+                    decoder_bytes: (height as u64).saturating_mul(width as u64).saturating_mul(18),
+                }));
             }
             b"VP8 " => {
                 let side = |i: usize| (u16::from_le_bytes([head[i], head[i + 1]]) & 0x3fff) as usize;

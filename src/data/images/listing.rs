@@ -1,14 +1,16 @@
 //! Lists images and their classes in a few bytes per image.
 //!
-//! All paths are concatenated in one buffer. Listing a folder opens no file and reads no file size; a table of paths
-//! and labels is read once.
+//! All paths are concatenated in one buffer. Listing a folder opens only files without an extension, to see whether
+//! they are images, and reads no file size; a table of paths and labels is read once.
 
 use std::ffi::OsStr;
 use std::fs;
+use std::io::Read;
 use std::path::{Path, PathBuf};
 
 use super::class_names::ClassNames;
 use super::header::ImageHeader;
+use crate::base::regular_file;
 use crate::data::DataError;
 
 /// Images in order, each in a folder or tar archive, with its class.
@@ -45,7 +47,10 @@ pub struct Extent {
 }
 
 /// Image file extensions, matched case-insensitively.
-const EXTENSIONS: [&str; 7] = ["jpg", "jpeg", "jpe", "jfif", "png", "webp", "jif"];
+const EXTENSIONS: [&str; 16] = [
+    "jpg", "jpeg", "jpe", "jfif", "png", "webp", "jif", "gif", "bmp", "dib", "tif", "tiff", "ppm", "pgm",
+    "pbm", "pnm",
+];
 
 /// Maximum folder depth; a symlink cycle would never end.
 const MAX_DEPTH: usize = 32;
@@ -136,6 +141,9 @@ impl ImageListing {
             let why = "expected a folder of images for each class, and it has no folder".into();
             return Err(DataError::NoSamples { set: format!("`{}`", root.display()), why });
         }
+        if let [only] = &classes[..] {
+            refuse_folder_of_classes(root, only)?;
+        }
         self.add_container(root);
         for name in classes {
             let before = self.len();
@@ -180,7 +188,7 @@ impl ImageListing {
             let path = relative.join(&entry.name);
             if entry.is_folder {
                 self.add_recursive(root, &path, class, depth + 1)?;
-            } else if is_image(Path::new(&entry.name)) {
+            } else if is_image_file(root, &path) {
                 self.add(path.as_os_str(), class);
             } else {
                 self.ignore(root.join(path));
@@ -188,6 +196,25 @@ impl ImageListing {
         }
         Ok(())
     }
+}
+
+/// Refuses a root whose only folder has several folders and no image: it is `images/` of `images/cat` and `images/dog`.
+fn refuse_folder_of_classes(root: &Path, only: &OsStr) -> Result<(), DataError> {
+    let inside = sorted_entries(&root.join(only))?;
+    let folders = inside.iter().filter(|entry| entry.is_folder).count();
+    let images = inside.iter().any(|entry| !entry.is_folder && is_image(Path::new(&entry.name)));
+    if folders < 2 || images {
+        return Ok(());
+    }
+    Err(DataError::Table {
+        file: root.to_owned(),
+        place: String::new(),
+        problem: format!(
+            "its only folder, `{}`, has {folders} folders and no image: all images would be of one class",
+            only.to_string_lossy()
+        ),
+        hint: "name the folder that contains the folders of the classes",
+    })
 }
 
 /// Calls `visit` with the path, relative to `root`, of every image that [`ImageListing::add_folders`] adds, in the same
@@ -213,7 +240,7 @@ fn walk_recursive(
         let path = relative.join(&entry.name);
         match entry.is_folder {
             true => walk_recursive(root, &path, depth + 1, visit)?,
-            false if is_image(&path) => visit(&path)?,
+            false if is_image_file(root, &path) => visit(&path)?,
             false => {}
         }
     }
@@ -224,6 +251,16 @@ fn walk_recursive(
 pub fn is_image(path: &Path) -> bool {
     let extension = path.extension().and_then(OsStr::to_str);
     extension.is_some_and(|ending| EXTENSIONS.iter().any(|known| known.eq_ignore_ascii_case(ending)))
+}
+
+/// Whether a file in a folder is an image: by its extension or, if it has none, by its first bytes.
+fn is_image_file(root: &Path, path: &Path) -> bool {
+    if path.extension().is_some() {
+        return is_image(path);
+    }
+    let mut start = [0; 12];
+    let read = regular_file::open(&root.join(path)).and_then(|mut file| file.read_exact(&mut start));
+    read.is_ok() && ImageHeader::is_known_format(&start)
 }
 
 /// Whether the file is metadata and not data, such as `.DS_Store` or an editor's backup.
@@ -289,6 +326,30 @@ mod tests {
         assert_eq!(listing.class_names.as_slice(), ["cat", "dog"]);
         assert_eq!((listing.class_counts(), listing.ignored.0), (vec![2, 2], 2));
         assert_eq!(listing.ignored.1.as_deref(), Some(root.join("readme.md").as_path()));
+    }
+
+    #[test]
+    fn files_without_an_extension_are_known_by_their_content() {
+        let folder = tempfile::tempdir().unwrap();
+        let root = folder.path();
+        for class in ["a", "b"] {
+            touch(&root.join(class).join("x.png"));
+        }
+        fs::write(root.join("a/one"), b"\x89PNG\r\n\x1a\n----").unwrap();
+        fs::write(root.join("a/two"), b"just some text").unwrap();
+        let listing = listed(root).unwrap();
+        let paths: Vec<_> = (0..listing.len()).map(|i| listing.path(i).to_str().unwrap()).collect();
+        assert_eq!((paths, listing.ignored.0), (vec!["a/one", "a/x.png", "b/x.png"], 1));
+    }
+
+    #[test]
+    fn one_folder_too_high_is_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        touch(&folder.path().join("images/cat/a.jpg"));
+        touch(&folder.path().join("images/dog/b.jpg"));
+        let error = listed(folder.path()).unwrap_err();
+        assert!(error.to_string().contains("all images would be of one class"), "{error}");
+        assert_eq!(listed(&folder.path().join("images")).unwrap().class_names.as_slice(), ["cat", "dog"]);
     }
 
     #[test]

@@ -9,6 +9,8 @@ mod decode;
 mod exif;
 mod header;
 mod listing;
+mod more_formats;
+mod pnm;
 mod table;
 mod tar;
 mod tar_shards;
@@ -405,7 +407,7 @@ impl ImageFiles {
         if let (ignored @ 1.., Some(first)) = &self.listing.ignored {
             about.push((
                 "ignored_files".into(),
-                format!("{ignored} without an image extension, such as `{}`", first.display()),
+                format!("{ignored} that are no images by their names, such as `{}`", first.display()),
             ));
         }
         about
@@ -444,7 +446,10 @@ impl ImageSourceKind {
             return Ok(ImageSourceKind::Folders);
         }
         let name = file.file_name().unwrap_or_default().to_string_lossy().to_ascii_lowercase();
-        let bare = [".gz", ".zst"].iter().find_map(|packed| name.strip_suffix(packed)).unwrap_or(&name);
+        let bare = [".gz", ".zst", ".bz2", ".xz"]
+            .iter()
+            .find_map(|packed| name.strip_suffix(packed))
+            .unwrap_or(&name);
         match bare.rsplit('.').next() {
             Some("csv" | "tsv") => Ok(ImageSourceKind::Table),
             Some("tar" | "tgz" | "tzst") => Ok(ImageSourceKind::Tar),

@@ -194,14 +194,75 @@ impl TarIndex {
 struct TarScan {
     images: Vec<(PathBuf, Extent, Option<ImageHeader>)>,
     /// Keyed by member path up to the first dot of the file name, as WebDataset groups members.
-    labels: HashMap<PathBuf, String>,
+    labels: HashMap<PathBuf, (LabelKind, String)>,
     ignored: u64,
+}
+
+/// A member that holds the label of the image beside it; the first kind wins if there are several.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum LabelKind {
+    /// The label as text.
+    Cls,
+    /// An object with a field `label`, `cls` or `class`.
+    Json,
+    /// The label as text, unless it is long: then it is a caption.
+    Txt,
+}
+
+impl LabelKind {
+    fn of(path: &Path) -> Option<Self> {
+        match path.extension()?.to_str()? {
+            "cls" => Some(Self::Cls),
+            "json" => Some(Self::Json),
+            "txt" => Some(Self::Txt),
+            _ => None,
+        }
+    }
+
+    /// The label in the text of a member; `Ok(None)` if the member holds none, which only a `.cls` must.
+    fn label(self, text: std::io::Result<String>) -> Result<Option<String>, String> {
+        match (self, text) {
+            (Self::Json, Ok(text)) => Ok(json_label(&text)),
+            (Self::Json | Self::Txt, Err(_)) => Ok(None),
+            (_, Ok(text)) => match text.trim() {
+                label if label.len() as u64 > MAX_LABEL_BYTES && self == Self::Txt => Ok(None),
+                label if label.len() as u64 > MAX_LABEL_BYTES => {
+                    Err(format!("it has more than {MAX_LABEL_BYTES} bytes"))
+                }
+                "" if self == Self::Txt => Ok(None),
+                "" => Err("it is blank".into()),
+                label => Ok(Some(label.to_owned())),
+            },
+            (Self::Cls, Err(error)) => Err(error.to_string()),
+        }
+    }
+
+    /// Bytes that are read of a member.
+    fn max_bytes(self) -> u64 {
+        match self {
+            Self::Json => MAX_JSON_BYTES,
+            Self::Cls | Self::Txt => MAX_LABEL_BYTES + 1,
+        }
+    }
+}
+
+/// Maximum bytes of a `.json` member.
+const MAX_JSON_BYTES: u64 = 1 << 20;
+
+fn json_label(text: &str) -> Option<String> {
+    let object: serde_json::Value = serde_json::from_str(text).ok()?;
+    match ["label", "cls", "class"].iter().find_map(|name| object.get(name))? {
+        serde_json::Value::String(text) if !text.trim().is_empty() => Some(text.trim().to_owned()),
+        serde_json::Value::Number(number) => Some(number.to_string()),
+        serde_json::Value::Bool(flag) => Some(flag.to_string()),
+        _ => None,
+    }
 }
 
 impl TarScan {
     /// Whether the content of the member is read as a label.
     fn is_label<R: Read>(&self, entry: &Entry<'_, R>) -> bool {
-        entry.path().is_ok_and(|path| path.extension() == Some(OsStr::new("cls")))
+        entry.path().is_ok_and(|path| LabelKind::of(&path).is_some())
     }
 
     fn is_image<R: Read>(&self, entry: &Entry<'_, R>) -> bool {
@@ -221,23 +282,22 @@ impl TarScan {
         if entry.header().entry_type().is_file() && !hidden {
             if is_image(&path) {
                 self.images.push((path, extent, header));
-            } else if path.extension() == Some(OsStr::new("cls")) {
-                let mut label = String::new();
-                let read = entry.by_ref().take(MAX_LABEL_BYTES + 1).read_to_string(&mut label);
-                let label = label.trim();
-                let problem = match read {
-                    Err(error) => error.to_string(),
-                    Ok(_) if label.is_empty() => "it is blank".into(),
-                    Ok(_) if label.len() as u64 > MAX_LABEL_BYTES => {
-                        format!("it has more than {MAX_LABEL_BYTES} bytes")
-                    }
-                    Ok(_) => String::new(),
-                };
-                if !problem.is_empty() {
+            } else if let Some(kind) = LabelKind::of(&path) {
+                let mut text = String::new();
+                let read = entry.by_ref().take(kind.max_bytes()).read_to_string(&mut text);
+                let label = kind.label(read.map(|_| text)).map_err(|problem| {
                     let problem = format!("expected a label, a word or a number as text: {problem}");
-                    return Err(member_error(file, &path, problem));
+                    member_error(file, &path, problem)
+                })?;
+                match label {
+                    Some(label) => {
+                        let place = self.labels.entry(stem(&path)).or_insert_with(|| (kind, label.clone()));
+                        if kind < place.0 {
+                            *place = (kind, label);
+                        }
+                    }
+                    None => self.ignored += 1,
                 }
-                self.labels.insert(stem(&path), label.to_owned());
             } else {
                 self.ignored += 1;
             }
@@ -247,12 +307,15 @@ impl TarScan {
 
     fn into_index(self, file: &Path) -> Result<TarIndex, DataError> {
         let member = |(path, extent, header): (PathBuf, Extent, Option<ImageHeader>)| {
-            let sidecar = self.labels.get(&stem(&path)).cloned();
             let folder =
                 path.parent().and_then(Path::file_name).map(|name| name.to_string_lossy().into_owned());
+            // A text beside an image in a class folder is its caption.
+            let sidecar = self.labels.get(&stem(&path));
+            let sidecar = sidecar.filter(|(kind, _)| *kind != LabelKind::Txt || folder.is_none());
+            let sidecar = sidecar.map(|(_, label)| label.clone());
             let by_folder = sidecar.is_none();
             let Some(label) = sidecar.or(folder) else {
-                let problem = "it has no class: it is in no folder, and there is no `.cls` member beside it";
+                let problem = "it has no class: it is in no folder, and there is no `.cls`, `.json` or `.txt` member with a label beside it";
                 return Err(member_error(file, &path, problem.into()));
             };
             Ok(TarMember { path: path.to_string_lossy().into_owned(), label, by_folder, extent, header })

@@ -102,7 +102,10 @@ fn a_webp_without_loss_is_itself() {
 fn what_is_no_image_says_why() {
     let error = |file: &[u8]| decode(file, 3).unwrap_err();
     assert_eq!(error(b""), "it is empty");
-    assert_eq!(error(b"hello"), "it is not a JPEG, PNG or WebP file: it starts with 68 65 6c 6c");
+    assert_eq!(
+        error(b"hello"),
+        "it is not a JPEG, PNG, WebP, GIF, BMP, TIFF or PNM file: it starts with 68 65 6c 6c"
+    );
     let grey = jpeg([64, 64], 1, |row, column, _| (row * column) as u8, None);
     let small = png([20, 20], ColorType::Grayscale, BitDepth::Eight, &[1; 400]);
     let lossy = lossy_webp().0;
@@ -160,6 +163,36 @@ proptest! {
         }
         if let Ok(([height, width], _)) = decode(&file, if grey { 1 } else { 3 }) {
             prop_assert!((height * width) as u64 <= MAX_PIXELS);
+        }
+    }
+}
+
+/// Images as Pillow writes them, pixel by pixel as Pillow reads them; see `scripts/make-test-data.py`.
+#[test]
+fn images_are_decoded_as_pillow_decodes_them() {
+    #[derive(serde::Deserialize)]
+    struct Expected {
+        file: String,
+        size: [usize; 2],
+        rgb: Vec<u8>,
+    }
+    let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/images");
+    let listed = std::fs::read(folder.join("images.json")).unwrap();
+    let listed: Vec<Expected> = serde_json::from_slice(&listed).unwrap();
+    assert!(listed.len() >= 8);
+    for Expected { file: name, size, rgb } in listed {
+        let file = std::fs::read(folder.join(&name)).unwrap();
+        let decoder = ImageDecoder::new(&file, 3, 1000).unwrap_or_else(|error| panic!("{name}: {error}"));
+        let (mut pixels, mut scratch) = (Vec::new(), Vec::new());
+        let found =
+            decoder.decode(&mut pixels, &mut scratch).unwrap_or_else(|error| panic!("{name}: {error}"));
+        assert_eq!(found, size, "{name}");
+        assert_eq!(pixels, rgb, "{name}");
+        // Any shorter file is refused or decoded, without a panic.
+        for end in (0..file.len()).step_by(7) {
+            if let Ok(decoder) = ImageDecoder::new(&file[..end], 3, 1000) {
+                drop(decoder.decode(&mut pixels, &mut scratch));
+            }
         }
     }
 }

@@ -1,0 +1,192 @@
+//! GIF, BMP, TIFF and the PNM family (PPM, PGM, PBM): size from the header, and decoding to bytes. Of an animation or a
+//! file of several pages, the first one is the image.
+
+use std::io::{self, Cursor};
+
+use tiff::ColorType;
+use tiff::decoder::{Decoder as TiffDecoder, DecodingResult, Limits};
+use zune_bmp::BmpDecoder;
+use zune_core::bytestream::ZCursor;
+
+use super::header::ReadAt;
+use super::pnm::PnmHeader;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MoreFormat {
+    Gif,
+    Bmp,
+    Tiff,
+    Pnm,
+}
+
+/// Entries of a TIFF directory that are looked at.
+const MAX_TIFF_ENTRIES: u16 = 1024;
+
+impl MoreFormat {
+    /// The format of a file, from its first bytes.
+    pub fn detect(start: &[u8]) -> Option<Self> {
+        match start {
+            [b'G', b'I', b'F', b'8', b'7' | b'9', b'a', ..] => Some(Self::Gif),
+            [b'B', b'M', _, _, _, _, 0, 0, 0, 0, ..] => Some(Self::Bmp),
+            [b'I', b'I', b'*', 0, ..] | [b'M', b'M', 0, b'*', ..] => Some(Self::Tiff),
+            [b'P', b'1'..=b'6', space, ..] if space.is_ascii_whitespace() => Some(Self::Pnm),
+            _ => None,
+        }
+    }
+
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Gif => "GIF",
+            Self::Bmp => "BMP",
+            Self::Tiff => "TIFF",
+            Self::Pnm => "PNM",
+        }
+    }
+
+    /// (height, width), and the bytes that the decoder takes per pixel besides its output.
+    pub fn size(self, read_at: ReadAt) -> io::Result<Option<([usize; 2], u64)>> {
+        match self {
+            // The frame in four channels, before it is drawn onto the canvas.
+            Self::Gif => {
+                let mut sides = [0; 4];
+                let whole = read_at(6, &mut sides)?;
+                let [width, height] = [[sides[0], sides[1]], [sides[2], sides[3]]].map(u16::from_le_bytes);
+                Ok(whole.then_some(([height.into(), width.into()], 4)))
+            }
+            Self::Bmp => Ok(bmp_size(read_at)?.map(|size| (size, 4))),
+            // Up to four samples of two bytes, as decoded and in one strip.
+            Self::Tiff => Ok(tiff_size(read_at)?.map(|size| (size, 16))),
+            Self::Pnm => Ok(PnmHeader::read(read_at)?.map(|header| ([header.height, header.width], 0))),
+        }
+    }
+
+    /// Decodes a file whose image has `[height, width]` into `pixels`; returns the channels.
+    pub fn decode(self, file: &[u8], size: [usize; 2], pixels: &mut Vec<u8>) -> Result<usize, String> {
+        match self {
+            Self::Gif => decode_gif(file, size, pixels),
+            Self::Bmp => {
+                let mut decoder = BmpDecoder::new(ZCursor::new(file));
+                decoder.decode_headers().map_err(|error| damaged(self, &error))?;
+                let bytes = decoder.output_buf_size().ok_or("its header has no size")?;
+                let channels = decoder.colorspace().ok_or("its header has no colour space")?.num_components();
+                clear_to(pixels, bytes);
+                decoder.decode_into(pixels).map_err(|error| damaged(self, &error))?;
+                Ok(channels)
+            }
+            Self::Tiff => decode_tiff(file, size, pixels),
+            Self::Pnm => {
+                let header = PnmHeader::parse(file).ok_or("its header is damaged")?;
+                clear_to(pixels, size[0] * size[1] * header.channels());
+                header.decode(file, pixels)?;
+                Ok(header.channels())
+            }
+        }
+    }
+}
+
+fn clear_to(pixels: &mut Vec<u8>, bytes: usize) {
+    pixels.clear();
+    pixels.reserve_exact(bytes);
+    pixels.resize(bytes, 0);
+}
+
+fn damaged(format: MoreFormat, error: &dyn std::fmt::Debug) -> String {
+    let text: String = format!("{error:?}").chars().take(300).collect();
+    format!("it is a damaged {}: {text}", format.name())
+}
+
+fn bmp_size(read_at: ReadAt) -> io::Result<Option<[usize; 2]>> {
+    let mut head = [0; 26];
+    if !read_at(0, &mut head)? {
+        return Ok(None);
+    }
+    let long = |i: usize| i32::from_le_bytes([head[i], head[i + 1], head[i + 2], head[i + 3]]);
+    let short = |i: usize| u16::from_le_bytes([head[i], head[i + 1]]) as usize;
+    Ok(match long(14) {
+        12 => Some([short(20), short(18)]),
+        // Rows from the top to the bottom have a negative height.
+        40.. => Some([long(22).unsigned_abs() as usize, long(18).unsigned_abs() as usize]),
+        _ => None,
+    })
+}
+
+/// Width and length are in the first directory.
+fn tiff_size(read_at: ReadAt) -> io::Result<Option<[usize; 2]>> {
+    let mut head = [0; 8];
+    if !read_at(0, &mut head)? {
+        return Ok(None);
+    }
+    let big = head[0] == b'M';
+    let short = |b: [u8; 2]| if big { u16::from_be_bytes(b) } else { u16::from_le_bytes(b) };
+    let long = |b: [u8; 4]| if big { u32::from_be_bytes(b) } else { u32::from_le_bytes(b) };
+    let start = u64::from(long([head[4], head[5], head[6], head[7]]));
+    let mut count = [0; 2];
+    if !read_at(start, &mut count)? {
+        return Ok(None);
+    }
+    let (mut width, mut height) = (None, None);
+    for i in 0..u64::from(short(count).min(MAX_TIFF_ENTRIES)) {
+        let mut entry = [0; 12];
+        if !read_at(start + 2 + 12 * i, &mut entry)? {
+            return Ok(None);
+        }
+        let value = match short([entry[2], entry[3]]) {
+            3 => u32::from(short([entry[8], entry[9]])),
+            4 => long([entry[8], entry[9], entry[10], entry[11]]),
+            _ => continue,
+        };
+        match short([entry[0], entry[1]]) {
+            256 => width = Some(value as usize),
+            257 => height = Some(value as usize),
+            _ => {}
+        }
+    }
+    Ok(height.zip(width).map(|(height, width)| [height, width]))
+}
+
+/// Draws the first frame onto a transparent canvas of the size that the header declares.
+fn decode_gif(file: &[u8], [height, width]: [usize; 2], pixels: &mut Vec<u8>) -> Result<usize, String> {
+    let wrong = |error: gif::DecodingError| damaged(MoreFormat::Gif, &error);
+    let mut options = gif::DecodeOptions::new();
+    options.set_color_output(gif::ColorOutput::RGBA);
+    options.check_frame_consistency(true);
+    let mut decoder = options.read_info(file).map_err(wrong)?;
+    let frame = decoder.read_next_frame().map_err(wrong)?.ok_or("it has no frame")?;
+    let (left, top) = (usize::from(frame.left), usize::from(frame.top));
+    let (columns, rows) = (usize::from(frame.width), usize::from(frame.height));
+    clear_to(pixels, 4 * height * width);
+    if left + columns > width || top + rows > height || frame.buffer.len() != 4 * columns * rows {
+        return Err("its first frame is larger than the image".into());
+    }
+    for (row, from) in frame.buffer.chunks_exact(4 * columns.max(1)).enumerate() {
+        let at = 4 * ((top + row) * width + left);
+        pixels[at..at + from.len()].copy_from_slice(from);
+    }
+    Ok(4)
+}
+
+fn decode_tiff(file: &[u8], [height, width]: [usize; 2], pixels: &mut Vec<u8>) -> Result<usize, String> {
+    let wrong = |error: tiff::TiffError| damaged(MoreFormat::Tiff, &error);
+    let mut limits = Limits::default();
+    limits.decoding_buffer_size = height.saturating_mul(width).saturating_mul(8);
+    limits.intermediate_buffer_size = limits.decoding_buffer_size.saturating_add(1 << 16);
+    let mut decoder = TiffDecoder::new(Cursor::new(file)).map_err(wrong)?.with_limits(limits);
+    let channels = match decoder.colortype().map_err(wrong)? {
+        ColorType::Gray(8 | 16) => 1,
+        ColorType::GrayA(8 | 16) => 2,
+        ColorType::RGB(8 | 16) => 3,
+        ColorType::RGBA(8 | 16) => 4,
+        other => {
+            return Err(format!("it is a TIFF of {other:?}; only 8 and 16 bits of gray and RGB are read"));
+        }
+    };
+    let decoded = decoder.read_image().map_err(wrong)?;
+    pixels.clear();
+    match decoded {
+        DecodingResult::U8(values) => *pixels = values,
+        // The upper byte, as for PNG.
+        DecodingResult::U16(values) => pixels.extend(values.iter().map(|value| (value >> 8) as u8)),
+        _ => return Err("it is a TIFF of other numbers than 8 and 16 bits without a sign".into()),
+    }
+    Ok(channels)
+}
