@@ -12,9 +12,9 @@ use toml::de::{DeInteger, DeString, DeTable, DeValue};
 
 use super::error::{ErrorCode, JobError, did_you_mean};
 use super::renamed::renamed;
-use super::synonyms::{synonym_hint, synonym_key};
 use super::schema::{allowed, choices, is_table, keywords, kind, kinds};
 use super::source_map::WHOLE_FILE;
+use super::synonyms::{synonym_hint, synonym_key};
 use crate::base::units::MemorySize;
 
 /// An error and the bytes it is about, in the address space of [`super::source_map::SourceMap`].
