@@ -217,3 +217,45 @@ fn losses_and_early_stopping_are_keys_of_the_job() {
     assert_eq!(Some(stopped), summary["steps"].as_u64());
     assert!(resume(&["stop.patience=1", "stop.min_delta=0.5"]) > stopped);
 }
+
+/// A model trained on ten classes is fine-tuned to two, and is then better than one that begins with nothing.
+#[test]
+fn a_trained_model_is_fine_tuned_to_other_classes() {
+    let job = |classes: &str, extra: &str| {
+        format!(
+            "[model]\nkind = 'mlp'\nhidden = [48]\n[data]\nkind = 'csv'\ntrain = ['{classes}.csv']\nvalid = ['{classes}-valid.csv']\n\
+             target = 'class'\nstandardise = false\n[train]\nbatch_size = 16\n{extra}\n[optimizer]\nkind = 'adamw'\nlr = 0.01\n\
+             [log]\ntensorboard = false\n"
+        )
+    };
+    // The class is the sector of the plane; two of the ten, or halves of the plane.
+    let rows = |count: usize, first: usize, classes: usize| {
+        let row = |i: usize| {
+            let (x, y) = ((i * 37 % 211) as f64 / 105.0 - 1.0, (i * 53 % 197) as f64 / 98.0 - 1.0);
+            let turn = (y.atan2(x) / std::f64::consts::TAU + 0.5) * 10.0;
+            let class = (turn as usize).min(9);
+            format!("{x},{y},c{}\n", if classes == 10 { class } else { class % 2 })
+        };
+        std::iter::once("x,y,class\n".to_owned()).chain((first..first + count).map(row)).collect::<String>()
+    };
+    let folder = job_folder(job("ten", "epochs = 25"));
+    let at = folder.path();
+    for (name, classes, samples) in [("ten", 10, 2000), ("two", 2, 24)] {
+        fs::write(at.join(format!("{name}.csv")), rows(samples, 0, classes)).unwrap();
+        fs::write(at.join(format!("{name}-valid.csv")), rows(500, 5000, classes)).unwrap();
+    }
+    trainer(at, &["fit", "job.toml", "--run-dir", "ten", "-q"]).expect(0);
+    let fit = |run: &str, extra: &str| {
+        fs::write(at.join("two.toml"), job("two", extra)).unwrap();
+        trainer(at, &["fit", "two.toml", "--run-dir", run])
+    };
+    let text = fit("strict", "epochs = 1\ninit = 'ten'").expect(2).stderr;
+    assert!(text.contains("there and [2, 48] here") && text.contains("init_head"), "{text}");
+    let text = trainer(at, &["check", "two.toml"]).expect(2).stderr;
+    assert!(text.contains("there and [2, 48] here"), "{text}");
+    let text = fit("tuned", "epochs = 12\ninit = 'ten'\ninit_head = 'auto'").expect(0).stderr;
+    assert!(text.contains("2 tensors matched; new layers.1.bias, layers.1.weight"), "{text}");
+    fit("scratch", "epochs = 12").expect(0);
+    let loss = |run: &str| last_eval(&at.join(run))["metrics"]["valid.loss"].as_f64().unwrap();
+    assert!(loss("tuned") < loss("scratch"), "{} {}", loss("tuned"), loss("scratch"));
+}

@@ -30,6 +30,7 @@ impl CheckArgs {
         start_threads()?;
         // No budget: opening the data and building the network allocates no tensors.
         let setup = Setup::open(job, u64::MAX, &common.open_options())?;
+        setup.initial_weights()?;
         let (sets, skip_bad) = (&setup.datasets, setup.loader_options(1, 0).skip_bad);
         let preview = data::preview(sets.train.as_ref(), sets.valid.as_ref(), setup.job.seed, skip_bad);
         let preview = preview.map_err(Failure::from)?;

@@ -71,6 +71,17 @@ pub enum Event {
         /// run to resume that does not exist.
         skipped: Vec<String>,
     },
+    /// The weights start from those that the job's `train.init` names.
+    Initialized {
+        /// Tensors taken as they are.
+        matched: usize,
+        /// Parameters that start at random.
+        new: Vec<String>,
+        /// Parameters of which the common rows were taken.
+        resized: Vec<String>,
+        /// Tensors that the model does not have.
+        left_over: Vec<String>,
+    },
     /// One update.
     Step {
         /// Updates so far, including this one.

@@ -196,7 +196,8 @@ impl Summary {
             Event::Shrunk { .. } => self.shrunk += 1,
             Event::Grown { .. } => self.grown += 1,
             Event::Restarted { .. } => self.restarts += 1,
-            Event::Pressure { .. }
+            Event::Initialized { .. }
+            | Event::Pressure { .. }
             | Event::Corrected { .. }
             | Event::CudaGraphCaptured { .. }
             | Event::CudaGraphDisabled { .. }

@@ -8,7 +8,7 @@ use super::Job;
 use super::renamed::renamed;
 
 /// Keys, or tables, that a resumed run may change.
-const CHANGEABLE_ON_RESUME: [&str; 17] = [
+const CHANGEABLE_ON_RESUME: [&str; 18] = [
     "name",
     "data.workers",
     "data.prefetch",
@@ -18,6 +18,7 @@ const CHANGEABLE_ON_RESUME: [&str; 17] = [
     "train.steps",
     "train.clip_norm",
     "train.init",
+    "train.init_head",
     "optimizer.lr",
     "optimizer.weight_decay",
     "schedule",

@@ -53,7 +53,9 @@ pub use schema::schema;
 pub use source_map::{Snippet, SourceLocation};
 pub use stop::StopConfig;
 pub use synonyms::synonym_key;
-pub use train::{ClassWeightsConfig, ClassWeightsRule, LossKind, Precision, RunLength, TrainConfig};
+pub use train::{
+    ClassWeightsConfig, ClassWeightsRule, InitHead, LossKind, Precision, RunLength, TrainConfig,
+};
 pub use transformer::{BertConfig, GptConfig, LlamaConfig, VitConfig};
 
 /// A resolved job: every default is filled in, every path absolute.

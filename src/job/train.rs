@@ -57,10 +57,14 @@ pub struct TrainConfig {
     #[schemars(extend("exclusiveMinimum" = 0.0))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub clip_norm: Option<f64>,
-    /// Initialize the weights by name from this safetensors file; randomly if absent.
+    /// Initialize the weights by name from this run, checkpoint, safetensors file, or folder of shards with their index,
+    /// in any float type; randomly if absent.
     #[schemars(extend("format" = "path"))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub init: Option<PathBuf>,
+    /// What of `init` may differ from the model.
+    #[serde(default)]
+    pub init_head: InitHead,
     /// Decay rate of an exponential moving average of the weights, such as 0.999; evaluations then use the average.
     /// None if absent.
     #[schemars(extend("exclusiveMinimum" = 0.0, "exclusiveMaximum" = 1.0))]
@@ -93,6 +97,18 @@ impl TrainConfig {
     pub fn samples_per_update(&self) -> usize {
         self.batch_size * self.accumulation_steps
     }
+}
+
+/// What of the initial weights may differ from the model.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum InitHead {
+    /// Nothing: every parameter must be there, in the same shape.
+    #[default]
+    Strict,
+    /// The last linear layer, which starts at random where the classes differ, and the size of the vocabulary and of the
+    /// context, of which the common part is taken.
+    Auto,
 }
 
 /// What training minimizes.

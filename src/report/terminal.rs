@@ -207,6 +207,18 @@ impl<W: Write + Send> Terminal<W> {
                 let advice = format!("       {advice}");
                 line(paint.yellow(&label("data")), text).into_iter().chain([advice]).collect()
             }
+            Event::Initialized { matched, new, resized, left_over } => {
+                let list = |what: &str, names: &[String]| match names {
+                    [] => String::new(),
+                    [.., last] if names.len() <= 4 => {
+                        let first = names[..names.len() - 1].iter().map(|name| format!("{name}, "));
+                        format!("; {what} {}{last}", first.collect::<String>())
+                    }
+                    [first, ..] => format!("; {what} {first} and {} more", names.len() - 1),
+                };
+                let rest = list("new", new) + &list("resized", resized) + &list("left over", left_over);
+                line(paint.bold(&label("init")), format!("{matched} tensors matched{rest}"))
+            }
             Event::StoppedEarly { step, reason } => {
                 line(paint.bold(&label("stop")), format!("step {}  {reason}", format_count(*step)))
             }

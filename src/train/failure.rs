@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 
+use super::initial_weights::InitError;
 use super::postmortem::OomAttempt;
 use super::signals;
 use crate::base::units::Bytes;
@@ -18,6 +19,8 @@ pub enum Failure {
     Data(#[from] DataError),
     #[error(transparent)]
     Model(#[from] ModelError),
+    #[error(transparent)]
+    Init(#[from] InitError),
     #[error("the job does not fit in the memory it may use")]
     DoesNotFit(Box<MemoryPlan>),
     #[error("out of memory{}", after(tried))]
@@ -161,6 +164,11 @@ impl Failure {
             }
             Failure::SessionDoesNotFit { .. } => Some(
                 "raise `memory.ram` or `memory.vram` by `--set`, or choose another `--device`".into(),
+            ),
+            Failure::Init(InitError::Mismatch(_)) => Some(
+                "`train.init_head = \"auto\"` makes a new head where the classes differ; other parameters must be those of \
+                 the same model"
+                    .into(),
             ),
             Failure::WrongTask { instead, .. } => Some((*instead).into()),
             Failure::BadRow(_) => {

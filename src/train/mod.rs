@@ -10,6 +10,7 @@ mod failure;
 pub mod fault_injection;
 #[cfg(feature = "cuda")]
 mod graph_cache;
+pub mod initial_weights;
 pub mod no_graph;
 mod pass_key;
 mod planning;

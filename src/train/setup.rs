@@ -1,11 +1,13 @@
 //! Prepares a job: opens the data, builds the network and plans the memory. Allocates no tensors.
 
+use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
 
 use candle_core::{DType, Device};
 
 use super::Failure;
 use super::datasets::Datasets;
+use super::initial_weights::InitialWeights;
 use crate::base::features::{Features, TargetSpec};
 use crate::base::units::Bytes;
 use crate::base::{Backend, MicroBatchSpec};
@@ -264,6 +266,15 @@ impl Setup {
     pub fn network_for_length(&self, longest: usize) -> (&Features, &Network) {
         let bucket = self.bucket_networks.iter().find(|bucket| longest <= bucket.features.input_len());
         bucket.map_or((self.features(), &self.network), |bucket| (&bucket.features, &bucket.network))
+    }
+
+    /// The weights that the job's `train.init` names, matched with the model; `None` if it names none.
+    pub fn initial_weights(&self) -> Result<Option<InitialWeights>, Failure> {
+        let train = &self.job.train;
+        let open = |path: &PathBuf| {
+            InitialWeights::open(path, &self.layout, self.network.loss.name(), train.init_head)
+        };
+        Ok(train.init.as_ref().map(open).transpose()?)
     }
 
     /// Bytes of the files that every checkpoint has besides its tensors and its state.

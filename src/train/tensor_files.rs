@@ -113,14 +113,14 @@ fn to_file_order<'a>(data: &'a [f32], shape: &[usize], memory_format: MemoryForm
     }
 }
 
-enum FilterPermutation {
+pub(super) enum FilterPermutation {
     /// From (out, height, width, in) in memory to (out, in, height, width) in the file.
     ToFile,
     FromFile,
 }
 
 /// Copies a filter between the two layouts. `shape` is that of the file: (out, in, height, width).
-fn permute_filter<A: Copy, B>(
+pub(super) fn permute_filter<A: Copy, B>(
     from: &[A],
     to: &mut [B],
     shape: &[usize],

@@ -15,6 +15,7 @@ use crate::planner::plan::{MemoryPlan, PlanVerdict};
 use crate::train::Failure;
 use crate::train::checkpoint::{self, CheckpointState, Checkpoints, NewestCheckpoint};
 use crate::train::datasets::Datasets;
+use crate::train::initial_weights::InitReport;
 use crate::train::no_graph::NoGraph;
 use crate::train::run_dir::{self, RunDir};
 use crate::train::setup::Setup;
@@ -227,15 +228,15 @@ impl Run<'_> {
         if self.ctx.options.requested.resume.is_some() { self.resume(newest) } else { Ok(()) }
     }
 
-    fn load_initial_weights(&self) -> Result<(), Failure> {
+    fn load_initial_weights(&mut self) -> Result<(), Failure> {
+        let Some(weights) = self.ctx.setup.initial_weights()? else { return Ok(()) };
         let (store, average) = (&self.ctx.engine.store, &self.ctx.engine.average);
-        if let Some(file) = &self.ctx.setup.job.train.init {
-            checkpoint::load_weights(file, store)?;
-            if let Some(average) = average {
-                cast_into(&store.master_weights, average)?;
-            }
+        weights.load(store)?;
+        if let Some(average) = average {
+            cast_into(&store.master_weights, average)?;
         }
-        Ok(())
+        let InitReport { matched, new, resized, left_over } = weights.report;
+        self.ctx.record(Event::Initialized { matched, new, resized, left_over })
     }
 
     /// Resumes from a checkpoint, or starts from scratch if there is none.

@@ -1,0 +1,332 @@
+//! The weights that a run starts from (`train.init`): those of another run, of a checkpoint, or of another tool.
+//!
+//! Tensors are matched by name. What matched, what is new and what was left over is known from the headers of the files,
+//! before anything is allocated, and reported; nothing mismatches silently.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs::File;
+use std::path::{Path, PathBuf};
+
+use half::{bf16, f16};
+use memmap2::Mmap;
+use safetensors::tensor::{Dtype, SafeTensors};
+use serde::Serialize;
+
+use super::Failure;
+use super::checkpoint::{MODEL, is_checkpoint};
+use super::run_dir::RunDir;
+use super::tensor_files::{FilterPermutation, permute_filter};
+use crate::base::regular_file;
+use crate::job::InitHead;
+use crate::kernels::host;
+use crate::param_store::ParamStore;
+use crate::params::{FlatLayout, MemoryFormat, ParamLayout, TensorSpec};
+
+/// Lists the files of the shards of a model, as transformers writes it.
+const SHARD_INDEX: &str = "model.safetensors.index.json";
+const MAX_INDEX_BYTES: u64 = 64 << 20;
+
+/// Why a run cannot start from these weights.
+#[derive(Debug, thiserror::Error)]
+pub enum InitError {
+    #[error("`train.init` is `{}`, which {problem}", path.display())]
+    Unreadable { path: PathBuf, problem: String },
+    #[error("`train.init`: {}", .0.join("; "))]
+    Mismatch(Vec<String>),
+}
+
+/// What happens to each parameter.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct InitReport {
+    /// Tensors taken as they are.
+    pub matched: usize,
+    /// Parameters that the files lack or have in another shape: they start at random.
+    pub new: Vec<String>,
+    /// Parameters of which the common rows are taken: a vocabulary or a context of another size.
+    pub resized: Vec<String>,
+    /// Tensors of the files that the model does not have.
+    pub left_over: Vec<String>,
+}
+
+/// The files of the weights, mapped.
+pub struct InitialWeights {
+    files: Vec<(PathBuf, Mmap)>,
+    /// File of each tensor.
+    places: BTreeMap<String, usize>,
+    pub report: InitReport,
+    /// Names of the parameters to load.
+    taken: BTreeSet<String>,
+}
+
+impl InitialWeights {
+    /// Opens the weights at `path` for a model with this layout, whose last linear layer is called `head`.
+    pub fn open(path: &Path, layout: &ParamLayout, head: &str, policy: InitHead) -> Result<Self, InitError> {
+        let unreadable =
+            |path: &Path, problem: String| InitError::Unreadable { path: path.to_owned(), problem };
+        let (mut files, mut places) = (Vec::new(), BTreeMap::new());
+        for file in weight_files(path)? {
+            // SAFETY: as for checkpoints: a file that another program truncates while it is mapped raises SIGBUS.
+            let map = regular_file::open(&file).and_then(|open: File| unsafe { Mmap::map(&open) });
+            let map = map.map_err(|error| unreadable(&file, format!("cannot be read: {error}")))?;
+            let tensors = SafeTensors::deserialize(&map)
+                .map_err(|error| unreadable(&file, format!("is not a safetensors file: {error}")))?;
+            places.extend(tensors.names().into_iter().map(|name| (name.to_owned(), files.len())));
+            files.push((file, map));
+        }
+        let mut weights = Self { files, places, report: InitReport::default(), taken: BTreeSet::new() };
+        weights.match_names(layout, head, policy)?;
+        Ok(weights)
+    }
+
+    fn match_names(&mut self, layout: &ParamLayout, head: &str, policy: InitHead) -> Result<(), InitError> {
+        let (mut report, mut taken, mut problems) = (InitReport::default(), BTreeSet::new(), Vec::new());
+        let of_head = |name: &str| name.strip_prefix(head).is_some_and(|rest| rest.starts_with('.'));
+        let auto = policy == InitHead::Auto;
+        for (spec, _) in layout.params.iter() {
+            let name = &spec.name;
+            match self.shape_of(name)? {
+                Some(shape) if shape == spec.shape => {
+                    report.matched += 1;
+                    taken.insert(name.clone());
+                }
+                Some(shape) if auto && is_resizable(name) && shape[1..] == spec.shape[1..] => {
+                    report.resized.push(format!(
+                        "{name}: {} rows of {}",
+                        shape[0].min(spec.shape[0]),
+                        spec.shape[0]
+                    ));
+                    taken.insert(name.clone());
+                }
+                Some(_) | None if auto && of_head(name) => report.new.push(name.clone()),
+                Some(shape) => {
+                    problems.push(format!("`{name}` has shape {shape:?} there and {:?} here", spec.shape));
+                }
+                None => problems.push(format!("it has no `{name}`")),
+            }
+        }
+        // Running statistics are there in full or not at all.
+        let stats: Vec<&TensorSpec> = layout.stats.iter().map(|(spec, _)| spec).collect();
+        if stats.iter().any(|spec| self.places.contains_key(&spec.name)) {
+            for spec in stats {
+                match self.shape_of(&spec.name)? {
+                    Some(shape) if shape == spec.shape => drop(taken.insert(spec.name.clone())),
+                    Some(shape) => problems
+                        .push(format!("`{}` has shape {shape:?} there and {:?} here", spec.name, spec.shape)),
+                    None => problems.push(format!("it has no `{}`", spec.name)),
+                }
+            }
+        }
+        if !problems.is_empty() {
+            const MAX_SHOWN: usize = 4;
+            let more = problems.len().saturating_sub(MAX_SHOWN);
+            problems.truncate(MAX_SHOWN);
+            if more > 0 {
+                problems.push(format!("and {more} more"));
+            }
+            return Err(InitError::Mismatch(problems));
+        }
+        report.left_over = self.places.keys().filter(|name| !taken.contains(*name)).cloned().collect();
+        (self.report, self.taken) = (report, taken);
+        Ok(())
+    }
+
+    /// The shape of a tensor, whose type must be a float; `None` if there is no such tensor.
+    fn shape_of(&self, name: &str) -> Result<Option<Vec<usize>>, InitError> {
+        let Some(&file) = self.places.get(name) else { return Ok(None) };
+        let (path, map) = &self.files[file];
+        let problem = |problem: String| InitError::Unreadable { path: path.clone(), problem };
+        let tensors = SafeTensors::deserialize(map).map_err(|error| problem(error.to_string()))?;
+        let tensor = tensors.tensor(name).map_err(|error| problem(error.to_string()))?;
+        match tensor.dtype() {
+            Dtype::F32 | Dtype::F16 | Dtype::BF16 | Dtype::F64 => Ok(Some(tensor.shape().to_vec())),
+            other => Err(problem(format!("has `{name}` as {other:?}, and floats are wanted"))),
+        }
+    }
+
+    /// Loads the weights, one tensor at a time.
+    pub fn load(&self, store: &ParamStore) -> Result<(), Failure> {
+        self.load_flat(&store.layout.params, &store.master_weights)?;
+        self.load_flat(&store.layout.stats, &store.stats)?;
+        Ok(store.sync_compute_weights()?)
+    }
+
+    fn load_flat(&self, flat: &FlatLayout, buffer: &candle_core::Tensor) -> Result<(), Failure> {
+        for (spec, range) in flat.iter().filter(|(spec, _)| self.taken.contains(&spec.name)) {
+            let (path, map) = &self.files[self.places[&spec.name]];
+            let mismatch = |error: safetensors::SafeTensorError| Failure::ForeignCheckpoint {
+                path: path.clone(),
+                reason: error.to_string(),
+            };
+            let tensors = SafeTensors::deserialize(map).map_err(mismatch)?;
+            let tensor = tensors.tensor(&spec.name).map_err(mismatch)?;
+            let values = to_f32(tensor.dtype(), tensor.data());
+            // Of a vocabulary or a context of another size, the common rows; other rows stay as they are.
+            let common = values.len().min(range.len());
+            let part = buffer.narrow(0, range.start, common)?;
+            host::write(&part, |into: &mut [f32]| match spec.memory_format {
+                MemoryFormat::Contiguous => into.copy_from_slice(&values[..common]),
+                MemoryFormat::ChannelsLast => {
+                    permute_filter(&values, into, &spec.shape, FilterPermutation::FromFile, |value| value);
+                }
+            })?;
+        }
+        Ok(())
+    }
+}
+
+/// Whether the rows of a parameter are tokens or positions, so that some of them mean the same in another model.
+fn is_resizable(name: &str) -> bool {
+    const TABLES: [&str; 6] = [
+        "wte.weight",
+        "wpe.weight",
+        "embed_tokens.weight",
+        "lm_head.weight",
+        "word_embeddings.weight",
+        "position_embeddings.weight",
+    ];
+    TABLES.iter().any(|table| name.ends_with(table))
+}
+
+/// The safetensors files at `path`: a file, a checkpoint, a run, or a folder with one file or with shards.
+fn weight_files(path: &Path) -> Result<Vec<PathBuf>, InitError> {
+    let unreadable = |problem: &str| InitError::Unreadable { path: path.to_owned(), problem: problem.into() };
+    if !path.is_dir() {
+        return match path.exists() {
+            true => Ok(vec![path.to_owned()]),
+            false => Err(unreadable("does not exist")),
+        };
+    }
+    let run = RunDir::new(path).checkpoints();
+    let folder = match (is_checkpoint(path), run.join("best"), run.join("last")) {
+        (true, ..) => path.to_owned(),
+        (false, best, _) if best.exists() => best,
+        (false, _, last) if last.exists() => last,
+        _ => path.to_owned(),
+    };
+    let index = folder.join(SHARD_INDEX);
+    if index.exists() {
+        let text =
+            regular_file::read(&index, MAX_INDEX_BYTES).map_err(|error| unreadable(&error.to_string()))?;
+        let index: serde_json::Value = serde_json::from_slice(&text)
+            .map_err(|error| unreadable(&format!("has a damaged index: {error}")))?;
+        let map =
+            index["weight_map"].as_object().ok_or_else(|| unreadable("has an index without `weight_map`"))?;
+        let shards: BTreeSet<&str> = map.values().filter_map(|file| file.as_str()).collect();
+        // A shard is a file of this folder.
+        if shards.iter().any(|file| file.contains(['/', '\\']) || file.starts_with("..")) {
+            return Err(unreadable("has an index that names files of other folders"));
+        }
+        return Ok(shards.into_iter().map(|file| folder.join(file)).collect());
+    }
+    let one = folder.join(MODEL);
+    if one.exists() { Ok(vec![one]) } else { Err(unreadable("is a folder without model.safetensors")) }
+}
+
+fn to_f32(dtype: Dtype, bytes: &[u8]) -> Vec<f32> {
+    match dtype {
+        Dtype::F16 => bytes.as_chunks().0.iter().map(|b| f16::from_le_bytes(*b).to_f32()).collect(),
+        Dtype::BF16 => bytes.as_chunks().0.iter().map(|b| bf16::from_le_bytes(*b).to_f32()).collect(),
+        Dtype::F64 => bytes.as_chunks().0.iter().map(|b| f64::from_le_bytes(*b) as f32).collect(),
+        _ => bytes.as_chunks().0.iter().map(|b| f32::from_le_bytes(*b)).collect(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::params::{ParamInit, ParamRegistry};
+    use candle_core::{DType, Device, Tensor};
+    use std::collections::HashMap;
+
+    fn layout(vocab: usize, classes: usize) -> ParamLayout {
+        let mut registry = ParamRegistry::default();
+        registry.param("wte.weight", [vocab, 2], ParamInit::Constant(9.0));
+        registry.param("body.weight", [2, 2], ParamInit::Constant(9.0));
+        registry.param("head.weight", [classes, 2], ParamInit::Constant(9.0));
+        registry.into_layout().unwrap()
+    }
+
+    fn save(folder: &Path, name: &str, tensors: &[(&str, (usize, usize), DType)]) -> PathBuf {
+        let tensor = |shape: (usize, usize), dtype| {
+            Tensor::arange(0f32, (shape.0 * shape.1) as f32, &Device::Cpu)
+                .unwrap()
+                .reshape(shape)
+                .unwrap()
+                .to_dtype(dtype)
+                .unwrap()
+        };
+        let all: HashMap<String, Tensor> =
+            tensors.iter().map(|(name, shape, dtype)| (name.to_string(), tensor(*shape, *dtype))).collect();
+        let path = folder.join(name);
+        candle_core::safetensors::save(&all, &path).unwrap();
+        path
+    }
+
+    #[test]
+    fn a_new_head_and_another_vocabulary_are_made_where_asked_for() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = save(
+            folder.path(),
+            "a.safetensors",
+            &[
+                ("wte.weight", (3, 2), DType::F16),
+                ("body.weight", (2, 2), DType::BF16),
+                ("head.weight", (5, 2), DType::F64),
+                ("extra", (1, 1), DType::F32),
+            ],
+        );
+        let layout = layout(4, 2);
+        let error = InitialWeights::open(&file, &layout, "head", InitHead::Strict).err().unwrap().to_string();
+        assert!(error.contains("`head.weight` has shape [5, 2] there and [2, 2] here"), "{error}");
+        let weights = InitialWeights::open(&file, &layout, "head", InitHead::Auto).unwrap();
+        let report = InitReport {
+            matched: 1,
+            new: vec!["head.weight".into()],
+            resized: vec!["wte.weight: 3 rows of 4".into()],
+            left_over: vec!["extra".into(), "head.weight".into()],
+        };
+        assert_eq!(weights.report, report);
+        let store = ParamStore::new(layout, 1, DType::F32, &Device::Cpu).unwrap();
+        weights.load(&store).unwrap();
+        let values = |i: usize| store.weight_views()[i].flatten_all().unwrap().to_vec1::<f32>().unwrap();
+        assert_eq!(values(0), [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 9.0, 9.0]);
+        assert_eq!((values(1), values(2)), (vec![0.0, 1.0, 2.0, 3.0], vec![9.0; 4]));
+    }
+
+    #[test]
+    fn shards_are_read_by_their_index_and_other_folders_are_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let at = folder.path();
+        save(at, "one.safetensors", &[("wte.weight", (4, 2), DType::F32)]);
+        save(
+            at,
+            "two.safetensors",
+            &[("body.weight", (2, 2), DType::F32), ("head.weight", (2, 2), DType::F32)],
+        );
+        let index = |files: [&str; 2]| {
+            let text = format!(
+                r#"{{"weight_map": {{"wte.weight": "{}", "body.weight": "{}"}}}}"#,
+                files[0], files[1]
+            );
+            std::fs::write(at.join(SHARD_INDEX), text).unwrap();
+            InitialWeights::open(at, &layout(4, 2), "head", InitHead::Strict)
+        };
+        assert_eq!(index(["one.safetensors", "two.safetensors"]).unwrap().report.matched, 3);
+        assert!(
+            index(["one.safetensors", "../two.safetensors"])
+                .err()
+                .unwrap()
+                .to_string()
+                .contains("other folders")
+        );
+        assert!(
+            index(["one.safetensors", "gone.safetensors"])
+                .err()
+                .unwrap()
+                .to_string()
+                .contains("cannot be read")
+        );
+        let missing = InitialWeights::open(&at.join("nowhere"), &layout(4, 2), "head", InitHead::Auto);
+        assert!(missing.err().unwrap().to_string().contains("does not exist"));
+    }
+}
