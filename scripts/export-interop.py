@@ -34,23 +34,40 @@ import numpy as np
 from safetensors.numpy import load_file
 
 TOLERANCE = {"f32": 1e-4, "f16": 2e-2, "bf16": 1e-1}
+# Of probabilities in llama.cpp. bf16 has three bits less than f16, hence eight times its bound; quantized weights are
+# multiplied with quantized activations. For scale: a layer in the wrong layout moves them by 0.1 or more, and an epsilon of
+# 1e-2 by 0.015, which f32 and f16 notice.
+PROBABILITY_TOLERANCE = {"f32": 2e-3, "f16": 2e-3, "bf16": 1.6e-2}
+QUANTIZED_TOLERANCE = 0.06
 NEW_TOKENS = 32
 CONTEXT, SIDE, BATCH, CLASSES = 64, 16, 16, 4
 LETTERS = "\n abcdefghijklmnopqrstuvwxyz"
-KINDS = {
+GPT = f"layers = 2\nheads = 2\nwidth = 64\ncontext = {CONTEXT}"
+LLAMA = f"layers = 2\nheads = 4\nkv_heads = 2\nwidth = 64\nhidden = 96\ncontext = {CONTEXT}"
+# By the name of a case, which starts with the kind of its model.
+CASES = {
     "mlp": "hidden = [24]",
     "cnn": "hidden = [16]\nstages = [{ channels = 8, norm = 'batch' }, { channels = 8, norm = 'group' }]\nnorm_group = 4",
     "resnet": "depth = 18\nstem = 'small'\nnorm_group = 4",
     "mobilenet": "width = 0.35\nstem = 'small'\nnorm_group = 4",
     "vit": "patch = 4\nlayers = 2\nheads = 2\nwidth = 32",
-    "gpt": f"layers = 2\nheads = 2\nwidth = 64\ncontext = {CONTEXT}",
-    "llama": f"layers = 2\nheads = 4\nkv_heads = 2\nwidth = 64\nhidden = 96\ncontext = {CONTEXT}",
+    "gpt": GPT,
+    "gpt-bytes": GPT,
+    "gpt-bpe": GPT,
+    "llama": LLAMA,
+    "llama-bpe": LLAMA,
+    "llama-sentencepiece": LLAMA,
     "bert": f"layers = 2\nheads = 2\nwidth = 32\nhidden = 64\ncontext = {CONTEXT}",
     "layers": "layers = [{ kind = 'conv', channels = 8, padding = 1 }, { kind = 'silu' }, { kind = 'global_pool' }]",
 }
+# What tokenizers must agree on.
+TEXTS = ["the quick fox", " two  spaces", "naïve café €5", "line\n\nline\ttab 12345", "don't, can't; won't!", "日本語 🦊"]
+LLAMA3_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 FORMATS = {
     "hf": ("gpt", "llama", "bert", "vit", "resnet", "mobilenet"),
-    "onnx": tuple(KINDS),
+    "onnx": ("mlp", "cnn", "resnet", "mobilenet", "vit", "gpt", "llama", "bert", "layers"),
     "gguf": ("gpt", "llama"),
 }
 
@@ -65,9 +82,9 @@ def installed(name):
 class Case:
     """A model: its exports, an input, and our logits for it."""
 
-    def __init__(self, name, kind, exports, inputs, logits, lengths=None, tolerance=1.0):
+    def __init__(self, name, kind, exports, inputs, logits, lengths=None, texts=None):
         self.name, self.kind, self.exports, self.lengths = name, kind, exports, lengths
-        self.inputs, self.logits, self.tolerance = inputs, logits, tolerance
+        self.inputs, self.logits, self.texts = inputs, logits, texts
 
     @property
     def mask(self):
@@ -123,7 +140,11 @@ def run_hf(case, folder):
         assert not problems, problems
         extra = {"attention_mask": torch.tensor(case.mask)} if case.kind == "bert" else {}
         if case.kind in ("gpt", "llama", "bert"):
-            transformers.AutoTokenizer.from_pretrained(folder)
+            theirs = transformers.AutoTokenizer.from_pretrained(folder)
+            ours = installed("tokenizers").Tokenizer.from_file(str(folder / "tokenizer.json"))
+            for text in case.texts or ["".join(ours.id_to_token(int(i)) for i in case.inputs[0])]:
+                ids = theirs.encode(text, add_special_tokens=False)
+                assert ids == ours.encode(text, add_special_tokens=False).ids, (text, ids)
         return model.eval()(torch.tensor(case.inputs), **extra).logits.numpy()
 
 
@@ -145,17 +166,21 @@ def greedy(model, prompt, never):
 
 
 def gguf_model(case, folder, dtype):
-    """The model in torch with the weights of a GGUF: those that a unit test read back, or of the same type in `hf`."""
+    """The model in torch with the weights of a GGUF: those that a unit test read back, or else the matrices in its type.
+    The `hf` folder of the type has others, because a GGUF keeps vectors and position embeddings in f32."""
     torch, transformers = installed("torch"), installed("transformers")
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        case.exports.get(("hf", dtype), case.exports["hf", "f16"]), dtype=torch.float32
-    )
+    model = transformers.AutoModelForCausalLM.from_pretrained(case.exports["hf", "f32"], dtype=torch.float32)
     read_back = folder.with_name(folder.name + ".safetensors")
     if read_back.exists():
         weights = {name: torch.tensor(value) for name, value in load_file(read_back).items()}
         missing, unexpected = model.load_state_dict(weights, strict=False)
         assert not unexpected and set(missing) <= {"lm_head.weight"}, (missing, unexpected)
         model.tie_weights()
+    else:
+        half = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}[dtype]
+        for name, weight in model.named_parameters():
+            if weight.dim() == 2 and "wpe" not in name:
+                weight.data = weight.data.to(half).float()
     return model.eval()
 
 
@@ -168,18 +193,16 @@ def compare_gguf(case, folder, dtype):
     tie = same < NEW_TOKENS and gaps[same] < 1e-3
     apart = max(abs(first[id] - p) for id, p in probabilities.items())
     quantized = dtype not in TOLERANCE
-    passed = len(theirs) == NEW_TOKENS and apart < (0.06 if quantized else 2e-3)
+    passed = len(theirs) == NEW_TOKENS and apart < PROBABILITY_TOLERANCE.get(dtype, QUANTIZED_TOLERANCE)
     passed &= quantized or same == NEW_TOKENS or tie
     return f"{same} of {NEW_TOKENS} tokens{', then a tie' if tie else ''}, p {apart:.1e}", passed
 
 
 def run_gguf(case, folder):
-    """Continues a prompt, given as text, in llama.cpp. Gives its tokens, the continuation, the probabilities of the first
-    new token and the end-of-text token."""
-    xllamacpp = installed("xllamacpp")
-    vocabulary = json.loads((case.exports["hf", "f16"] / "tokenizer.json").read_text())["model"]["vocab"]
-    by_id = {id: text for text, id in vocabulary.items()}
-    prompt = [int(i) for i in case.inputs[0][:16]]
+    """Continues a prompt in llama.cpp. Gives its tokens, the continuation, the probabilities of the first new token and
+    the end-of-text token."""
+    xllamacpp, tokenizers = installed("xllamacpp"), installed("tokenizers")
+    tokenizer = tokenizers.Tokenizer.from_file(str(case.exports["hf", "f16"] / "tokenizer.json"))
     params = xllamacpp.CommonParams()
     params.model.path = str(folder / "model.gguf")
     params.n_ctx, params.n_predict, params.warmup, params.verbosity = CONTEXT, NEW_TOKENS, False, 0
@@ -191,18 +214,20 @@ def run_gguf(case, folder):
         request = urllib.request.Request(server.listening_address + path, data, {"Content-Type": "application/json"})
         return json.loads(urllib.request.urlopen(request).read())
 
-    text = "".join(by_id[i] for i in prompt)
-    tokens = ask("/tokenize", {"content": text})["tokens"]
-    assert tokens == prompt, (tokens, prompt)
+    prompt = [int(i) for i in case.inputs[0][:16]]
+    for text in case.texts or ["".join(tokenizer.id_to_token(i) for i in prompt)]:
+        ours, theirs = tokenizer.encode(text, add_special_tokens=False).ids, ask("/tokenize", {"content": text})["tokens"]
+        assert ours == theirs, f"{text!r}: {ours} here, {theirs} in llama.cpp"
     answer = ask("/completion", {
-        "prompt": text, "n_predict": NEW_TOKENS, "temperature": 0.0, "top_k": 1, "ignore_eos": True,
+        "prompt": prompt, "n_predict": NEW_TOKENS, "temperature": 0.0, "top_k": 1, "ignore_eos": True,
         "cache_prompt": False, "return_tokens": True,
     })
     # With a bias on its token, the end of the text is missing among the probabilities.
-    first = ask("/completion", {"prompt": text, "n_predict": 1, "temperature": 0.0, "n_probs": len(vocabulary)})
+    probs = tokenizer.get_vocab_size()
+    first = ask("/completion", {"prompt": prompt, "n_predict": 1, "temperature": 0.0, "n_probs": probs})
     first = first["completion_probabilities"][0]["top_logprobs"]
     probabilities = {entry["id"]: math.exp(entry["logprob"]) for entry in first}
-    return prompt, answer["tokens"], probabilities, vocabulary[ask("/props")["eos_token"]]
+    return prompt, answer["tokens"], probabilities, tokenizer.token_to_id(ask("/props")["eos_token"])
 
 
 # Sources of models.
@@ -222,15 +247,67 @@ def from_folder(folder):
         )
 
 
-def write_data(kind, folder):
-    """Returns the keys of [data] and a function that gives the first validation samples."""
+def train_tokenizer(name, text, path):
+    """A tokenizer of the family that `name` ends with."""
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+    byte_level = lambda use_regex: pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_regex)
+    if name.endswith("-sentencepiece"):
+        # Like Llama 2's: the space belongs to the word, and characters without a token become bytes.
+        tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
+        special = ["<unk>", "<s>", "</s>"] + [f"<0x{byte:02X}>" for byte in range(256)]
+        tokenizer.train_from_iterator([text], trainers.BpeTrainer(vocab_size=500, special_tokens=special))
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        tokenizer.decoder = decoders.Sequence(
+            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        )
+        file = json.loads(tokenizer.to_str())
+        file["pre_tokenizer"] = None
+        file["added_tokens"] = file["added_tokens"][:3]
+    else:
+        tokenizer = Tokenizer(models.BPE())
+        split = pre_tokenizers.Split(Regex(LLAMA3_PATTERN), "isolated")
+        tokenizer.pre_tokenizer = (
+            byte_level(True) if name.startswith("gpt") else pre_tokenizers.Sequence([split, byte_level(False)])
+        )
+        tokenizer.decoder = decoders.ByteLevel()
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+        trainer = trainers.BpeTrainer(vocab_size=500, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet)
+        tokenizer.train_from_iterator([text], trainer)
+        file = json.loads(tokenizer.to_str())
+    path.write_text(json.dumps(file))
+    return Tokenizer.from_file(str(path))
+
+
+def write_text(name, folder):
+    """Returns the keys of [data] and the first validation samples."""
+    rng = random.Random(1)
+    path = folder / "text.txt"
+    keys = f'kind = "text"\ntrain = ["{path}"]'
+    if name in ("gpt", "llama"):
+        text = "".join(rng.choices(LETTERS, k=16000))
+        encode = lambda text: [LETTERS.index(c) for c in text]
+    else:
+        words = "the quick brown fox doesn't jump over 12 lazy dogs, naïve café €5! can't won't line tab".split(" ")
+        text = " ".join(rng.choices(words, k=8000)).replace(" fox", "\nfox")
+        if name.endswith("-bytes"):
+            keys, encode = keys + '\ntokens = "bytes"', lambda text: list(text.encode())
+        else:
+            tokenizer = train_tokenizer(name, text, folder / "tokenizer.json")
+            keys += f'\ntokens = "{folder}/tokenizer.json"'
+            encode = lambda text: tokenizer.encode(text, add_special_tokens=False).ids
+    path.write_text(text)
+    ids = encode(text)
+    valid = ids[int(len(ids) * 0.9) :]
+    return keys, np.array([valid[i : i + CONTEXT] for i in range(0, len(valid) - CONTEXT, CONTEXT)])
+
+
+def write_data(kind, name, folder):
+    """Returns the keys of [data] and the first validation samples."""
     rng = random.Random(1)
     if kind in ("gpt", "llama"):
-        text = "".join(rng.choices(LETTERS, k=16000))
-        (folder / "text.txt").write_text(text)
-        valid = [LETTERS.index(c) for c in text[int(len(text) * 0.9) :]]
-        windows = [valid[i : i + CONTEXT] for i in range(0, len(valid) - CONTEXT, CONTEXT)]
-        return f'kind = "text"\ntrain = ["{folder}/text.txt"]', np.array(windows)
+        return write_text(name, folder)
     if kind == "bert":
         lines = [{"text": "".join(rng.choices(LETTERS[1:], k=CONTEXT)), "label": f"c{i % CLASSES}"} for i in range(400)]
         for part, rows in (("train", lines[:300]), ("valid", lines[300:])):
@@ -249,11 +326,13 @@ def write_data(kind, folder):
     return "\n".join(lines), (images / np.float32(255)).astype(np.float32)
 
 
-def trained(build, root):
-    for kind, keys in KINDS.items():
-        folder = root / kind
+def trained(build, root, only):
+    for name, keys in CASES.items():
+        if only not in name:
+            continue
+        kind, folder = name.split("-")[0], root / name
         folder.mkdir()
-        data, samples = write_data(kind, folder)
+        data, samples = write_data(kind, name, folder)
         (folder / "job.toml").write_text(
             f'[model]\nkind = "{kind}"\n{keys}\n[data]\n{data}\n[train]\nbatch_size = {BATCH}\nsteps = 20\n'
             "[log]\ntensorboard = false\n"
@@ -264,11 +343,13 @@ def trained(build, root):
         exports = {}
         for form, kinds in FORMATS.items():
             for dtype in ("f32", "f16") if kind in kinds else ():
-                exports[form, dtype] = folder / f"{form}-{dtype}"
-                target = folder / f"{form}-{dtype}"
-                run(build / "trainer", "export", "run", "--format", form, "--dtype", dtype, "-o", target, "-q")
+                exports[form, dtype] = target = folder / f"{form}-{dtype}"
+                run(
+                    build / "trainer", "export", "run", "--checkpoint", "last", "--format", form, "--dtype", dtype,
+                    "-o", target, "-q",
+                )
         logits = load_file(folder / "logits.safetensors")["logits"]
-        yield Case(kind, kind, exports, samples[: len(logits)], logits)
+        yield Case(name, kind, exports, samples[: len(logits)], logits, texts=TEXTS if "-" in name else None)
 
 
 def compare(case):
@@ -301,7 +382,7 @@ def main():
     with tempfile.TemporaryDirectory() as root:
         cases = (
             from_folder(arguments.folder) if arguments.folder
-            else trained(arguments.build.resolve(), pathlib.Path(root))
+            else trained(arguments.build.resolve(), pathlib.Path(root), arguments.only)
         )
         for case in cases:
             if arguments.only not in case.name:

@@ -266,7 +266,7 @@ fn tokens(
     for added in json["added_tokens"].as_array().map_or(&[][..], Vec::as_slice) {
         let id = place(added["id"].as_u64())?;
         let kind = match tokens[id].kind {
-            UNKNOWN => UNKNOWN,
+            kind @ (UNKNOWN | BYTE) => kind,
             _ if added["special"] == true => CONTROL,
             _ => USER_DEFINED,
         };
