@@ -242,10 +242,48 @@ fn image_processor(source: &ExportSource, shape: &[usize]) -> Value {
     if let Some(image) = source.image.as_ref().filter(|image| image.fit == ImageFit::Crop && height == width)
     {
         config["image_processor_type"] = "CLIPImageProcessor".into();
-        config["size"] = json!({ "shortest_edge": (height as f64 / image.crop_fraction).round() });
+        config["size"] = json!({ "shortest_edge": (height as f64 / image.crop_fraction).round() as u64 });
         config["do_center_crop"] = true.into();
         config["crop_size"] = json!({ "height": height, "width": width });
         config["do_convert_rgb"] = (channels == 3).into();
     }
     config
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::base::features::{Features, TargetSpec};
+    use crate::inference::export::{ImagePreprocessing, TokenizerSource};
+
+    #[test]
+    fn a_crop_is_resized_to_whole_pixels_first() {
+        let features = Features::new(
+            InputSpec::Floats { shape: vec![16, 16, 3] },
+            TargetSpec::Class { names: vec!["a".into(), "b".into()] },
+        );
+        let model = ModelConfig::Vit(VitConfig::default());
+        let image =
+            |fit| ImagePreprocessing { mean: vec![0.5; 3], std: vec![0.25; 3], fit, crop_fraction: 0.875 };
+        let config = |fit| {
+            let source = ExportSource {
+                name: "vit",
+                model: &model,
+                features: &features,
+                weights: "".as_ref(),
+                statistics: "".as_ref(),
+                tokenizer: TokenizerSource::None,
+                chat_template: None,
+                image: Some(image(fit)),
+                job: Value::Null,
+                preprocessing: Value::Null,
+                step: 0,
+            };
+            image_processor(&source, &[16, 16, 3])
+        };
+        // transformers refuses a float here.
+        assert_eq!(config(ImageFit::Crop)["size"].to_string(), r#"{"shortest_edge":18}"#);
+        assert_eq!(config(ImageFit::Crop)["image_processor_type"], "CLIPImageProcessor");
+        assert_eq!(config(ImageFit::Stretch)["size"].to_string(), r#"{"height":16,"width":16}"#);
+    }
 }
