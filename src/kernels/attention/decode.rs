@@ -111,10 +111,13 @@ impl DecodeKernel<'_> {
         Ok(capacity)
     }
 
-    /// The reference implementation, in candle operations on views of the cache. It appends too.
+    /// The reference implementation, in candle operations on views of the cache. It appends too. Half types are computed in
+    /// f32, as by the kernels.
     pub fn reference(&self, qkv: &Tensor, keys: &Tensor, values: &Tensor) -> Result<Tensor> {
         let AttentionDims { length, heads, kv_heads, head_dim } = self.dims;
         let group = heads / kv_heads;
+        let dtype = qkv.dtype();
+        let acc = if dtype == DType::F64 { DType::F64 } else { DType::F32 };
         let mut outputs = Vec::with_capacity(self.rows.slots.len());
         for (row, &slot) in self.rows.slots.iter().enumerate() {
             let (start, count) = (self.rows.starts[row], self.rows.counts[row]);
@@ -129,12 +132,14 @@ impl DecodeKernel<'_> {
                 let part = part.narrow(2, first * head_dim, heads * head_dim)?.contiguous()?;
                 part.reshape((1, count, heads, head_dim))?.transpose(1, 2)?.contiguous()
             };
-            let rotate =
-                |x: Tensor| self.rotary.map_or(Ok(x.clone()), |rotary| rotary.reference_from(&x, start));
+            let rotate = |x: Tensor| {
+                let x = x.to_dtype(acc)?;
+                self.rotary.map_or(Ok(x.clone()), |rotary| rotary.reference_from(&x, start))
+            };
             let append = |cache: &Tensor, new: Tensor| {
                 let cache = cache.narrow(0, slot, 1)?;
-                cache.slice_set(&new.contiguous()?, 2, start)?;
-                cache.squeeze(0)?.narrow(1, 0, total)
+                cache.slice_set(&new.to_dtype(dtype)?.contiguous()?, 2, start)?;
+                cache.squeeze(0)?.narrow(1, 0, total)?.to_dtype(acc)
             };
             let q = rotate(split_heads(0, heads)?)?.reshape((kv_heads, group * count, head_dim))?;
             let k = append(keys, rotate(split_heads(heads, kv_heads)?)?)?;
@@ -144,11 +149,11 @@ impl DecodeKernel<'_> {
             let scores = match count {
                 // A single position sees everything: no mask to upload.
                 1 => scores,
-                _ => scores.broadcast_add(&causal_mask(start, count, qkv)?)?,
+                _ => scores.broadcast_add(&causal_mask(start, count, &scores)?)?,
             };
             let p = candle_nn::ops::softmax(&scores, 3)?.reshape((kv_heads, group * count, total))?;
             let y = p.matmul(&v)?.reshape((heads, count, head_dim))?.transpose(0, 1)?.contiguous()?;
-            let y = y.reshape((1, count, heads * head_dim))?;
+            let y = y.reshape((1, count, heads * head_dim))?.to_dtype(dtype)?;
             outputs.push(y.pad_with_zeros(1, 0, length - count)?);
         }
         Tensor::cat(&outputs, 0)
@@ -319,13 +324,13 @@ impl DecodeKernel<'_> {
     /// Workspace in bytes of the reference implementation over at most `capacity` cached positions: the scores of one
     /// row, and what masking and softmax make of them; copies of the input and the output.
     pub fn reference_workspace(dims: &AttentionDims, dtype: DType, batch: usize, capacity: usize) -> u64 {
-        let scores = cpu::size_in_bytes(dtype, dims.heads * dims.length * capacity);
-        let mask = cpu::size_in_bytes(DType::F32, dims.length * capacity);
-        // Candle's GEMM may copy an operand whose strides it does not take.
-        let cached = cpu::size_in_bytes(dtype, 2 * dims.kv_heads * capacity * dims.head_dim);
-        let copies =
-            cpu::size_in_bytes(dtype, dims.length * (4 * dims.qkv_width() + 2 * batch * dims.width()));
-        6 * scores + 2 * mask + cached + copies
+        let acc = cpu::acc_bytes(dtype);
+        let scores = acc * dims.heads * dims.length * capacity;
+        let mask = acc * dims.length * capacity;
+        // Keys and values as accumulators. Candle's GEMM may copy an operand whose strides it does not take.
+        let cached = 2 * acc * 2 * dims.kv_heads * capacity * dims.head_dim;
+        let copies = acc * dims.length * (4 * dims.qkv_width() + 2 * batch * dims.width());
+        (6 * scores + 2 * mask + cached + copies) as u64
     }
 }
 
