@@ -48,8 +48,8 @@ pub fn check_pages(file: &mut (impl Read + Seek), start: u64, length: u64) -> Re
                 page.compressed, page.uncompressed
             )));
         }
-        // Every dictionary value takes at least four bytes.
-        if page.dictionary_values.is_some_and(|values| values < 0 || values > page.uncompressed / 4) {
+        // Every dictionary value takes at least one byte, that of a decimal of two digits.
+        if page.dictionary_values.is_some_and(|values| values < 0 || values > page.uncompressed) {
             return Err(corrupt("a dictionary with more values than its page has bytes for"));
         }
         sizes.delta_text |= page.encoding.is_some_and(|encoding| DELTA_TEXT.contains(&encoding));

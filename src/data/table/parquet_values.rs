@@ -151,9 +151,10 @@ fn decimal(bytes: &[u8], scale: i32) -> f64 {
         }
         // 256 bits: rounded at each byte, which is far below the precision of f32.
         _ => {
-            let fold = |whole: f64, byte: &u8| whole * 256.0 + f64::from(*byte);
-            let whole = bytes.iter().fold(0.0, fold);
-            let whole = if negative { whole - 256f64.powi(bytes.len() as i32) } else { whole };
+            // The complement of a negative number, so that no leading ones have to cancel out.
+            let flip = if negative { 0xff } else { 0 };
+            let whole = bytes.iter().fold(0.0, |whole, byte| whole * 256.0 + f64::from(byte ^ flip));
+            let whole = if negative { -whole - 1.0 } else { whole };
             whole * 10f64.powi(-scale)
         }
     }

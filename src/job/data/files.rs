@@ -33,3 +33,16 @@ pub(super) fn each_a_path(schema: &mut schemars::Schema) {
 pub(super) fn tenth() -> f64 {
     0.1
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_file_needs_no_list() {
+        let read = |text: &str| toml::from_str::<FilesConfig>(text).unwrap();
+        let one = read("train = \"a.csv\"\nvalid = \"b.csv\"");
+        assert_eq!(one, read("train = [\"a.csv\"]\nvalid = [\"b.csv\"]"));
+        assert!(toml::from_str::<FilesConfig>("train = 3").is_err());
+    }
+}

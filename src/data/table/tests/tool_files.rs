@@ -160,3 +160,37 @@ fn row_numbers_without_a_name_are_no_input() {
     let set = detected(",x,y\n0,5,1.5\n1,5,2.5\n", &chosen).unwrap();
     assert_eq!(set.input_names(), ["0", "x"]);
 }
+
+#[test]
+fn check_warns_of_identifiers_copies_of_the_target_and_rows_in_both_sets() {
+    let rows: String = (0..200)
+        .map(|i| format!("{},{},{},{}\n", 9000 - 7 * i, i % 5, i % 3, if i == 7 { "rare" } else { "b" }))
+        .collect();
+    let text = format!("id,x,z,y\n{rows}");
+    let fixture = TableFixture::new();
+    let path = [fixture.file("a.csv", &text)];
+    let format = TableFileFormat::Csv(DialectSettings::default());
+    let settings =
+        TableSettings { classes: ["rare", "b", "never"].map(String::from).to_vec(), ..target(&["y"]) };
+    let (train, valid) =
+        fixture.open(&path, &path, format, &TableSettings { standardise: true, ..settings }).unwrap();
+    let found = crate::data::warnings::warnings(&*train, &*valid, 0);
+    let expected = [
+        "column `id` has as many values as rows, 200 whole numbers",
+        "class `never` has no training sample",
+        "class `b` has 199 times as many training samples as `rare`",
+        "200 different rows of the first 200 of the validation set are among the first 200 training rows",
+    ];
+    assert_eq!(found.len(), expected.len(), "{found:?}");
+    for (found, expected) in found.iter().zip(expected) {
+        assert!(found.contains(expected), "{found}");
+    }
+    // A copy of the target, and a category for each row.
+    let rows: String = (0..30).map(|i| format!("n{i},{}.5,{}.5\n", i % 4, i % 4)).collect();
+    let set = detected(format!("name,copy,y\n{rows}"), &target(&["y"])).unwrap();
+    let lines = set.describe();
+    let warnings: Vec<&String> =
+        lines.iter().filter(|(name, _)| name == "warning").map(|(_, text)| text).collect();
+    assert!(warnings[0].contains("column `copy` equals the target"), "{warnings:?}");
+    assert!(warnings[1].contains("column `name` has as many values as training rows, 30"), "{warnings:?}");
+}
