@@ -29,7 +29,9 @@ pub enum FileCompression {
 }
 
 /// KiB that the decoder of an xz file may take: `xz -9` needs 64 MiB for its dictionary.
-const XZ_MEMORY_KIB: u32 = 80 << 10;
+const MAX_XZ_MEMORY_KIB: u32 = 66 << 10;
+/// KiB besides the dictionary.
+const XZ_TABLES_KIB: u32 = 1 << 10;
 
 /// Files matched by `patterns`, in the order of the patterns; the matches of a pattern such as `data/*.csv` are sorted
 /// by name. A name that exists is taken literally, whatever characters it contains.
@@ -62,7 +64,34 @@ pub fn resolve_patterns(patterns: &[PathBuf]) -> Result<Vec<PathBuf>, DataError>
 
 /// Compression and size on disk, in bytes. Refuses an empty file.
 pub fn compression(file: &Path) -> Result<(FileCompression, u64), DataError> {
-    open_raw(file).map(|(_, compression, length)| (compression, length))
+    open_raw(file).map(|file| (file.compression, file.length))
+}
+
+/// Bytes of memory that decompressing the file takes at most, if that is more than a few buffers.
+pub fn decoder_bytes(file: &Path) -> Result<u64, DataError> {
+    let RawFile { compression, start, .. } = open_raw(file)?;
+    Ok(match compression {
+        FileCompression::Uncompressed
+        | FileCompression::Gzip
+        | FileCompression::Zip
+        | FileCompression::Zstd => 0,
+        // A block of 900 kB, four bytes each, and its text.
+        FileCompression::Bzip2 => 5 << 20,
+        FileCompression::Xz => u64::from(xz_memory_kib(&start)) << 10,
+    })
+}
+
+/// KiB that the decoder takes for the dictionary that the first block of an xz file declares; the most that is allowed
+/// if its header has more than the usual fields.
+fn xz_memory_kib(start: &[u8]) -> u32 {
+    match start.get(12..17) {
+        Some([_, 0, 0x21, 1, bits @ 0..=40]) => {
+            let dictionary = (2 | u64::from(bits & 1)) << (bits / 2 + 11);
+            let kib = (dictionary >> 10) + u64::from(XZ_TABLES_KIB);
+            kib.min(MAX_XZ_MEMORY_KIB.into()) as u32
+        }
+        _ => MAX_XZ_MEMORY_KIB,
+    }
 }
 
 /// Content of the file, decompressed as it is read. Convert read errors with [`read_error`].
@@ -72,7 +101,7 @@ pub fn open(file: &Path) -> Result<Box<dyn Read + Send>, DataError> {
 
 /// As [`open`]; adds the compressed bytes read from disk to `bytes_read`.
 pub fn open_counting(file: &Path, bytes_read: Arc<AtomicU64>) -> Result<Box<dyn Read + Send>, DataError> {
-    let (mut raw, compression, _) = open_raw(file)?;
+    let RawFile { mut raw, compression, start, .. } = open_raw(file)?;
     let entry = match compression {
         FileCompression::Zip => Some(ZipEntry::locate(file, &mut raw)?),
         _ => None,
@@ -83,7 +112,9 @@ pub fn open_counting(file: &Path, bytes_read: Arc<AtomicU64>) -> Result<Box<dyn 
         FileCompression::Gzip => Box::new(MultiGzDecoder::new(raw)),
         FileCompression::Zstd => Box::new(zstd::Decoder::with_buffer(raw).map_err(DataError::io(file))?),
         FileCompression::Bzip2 => Box::new(bzip2::bufread::MultiBzDecoder::new(raw)),
-        FileCompression::Xz => Box::new(lzma_rust2::XzReader::new_mem_limit(raw, true, XZ_MEMORY_KIB)),
+        FileCompression::Xz => {
+            Box::new(lzma_rust2::XzReader::new_mem_limit(raw, true, xz_memory_kib(&start)))
+        }
         FileCompression::Zip => match entry {
             Some(ZipEntry { method: ZipMethod::Deflated, bytes }) => {
                 Box::new(DeflateDecoder::new(raw.take(bytes)))
@@ -107,24 +138,34 @@ impl Read for CountingReader {
     }
 }
 
-fn open_raw(file: &Path) -> Result<(File, FileCompression, u64), DataError> {
+/// A file before decompression.
+struct RawFile {
+    raw: File,
+    compression: FileCompression,
+    /// Bytes on disk.
+    length: u64,
+    /// The first bytes.
+    start: Vec<u8>,
+}
+
+fn open_raw(file: &Path) -> Result<RawFile, DataError> {
     let mut raw = regular_file::open(file).map_err(DataError::io(file))?;
     let length = raw.metadata().map_err(DataError::io(file))?.len();
     if length == 0 {
         return Err(DataError::EmptyFile { file: file.to_owned() });
     }
     let mut start = Vec::new();
-    raw.by_ref().take(6).read_to_end(&mut start).map_err(DataError::io(file))?;
+    raw.by_ref().take(24).read_to_end(&mut start).map_err(DataError::io(file))?;
     raw.rewind().map_err(DataError::io(file))?;
     let compression = match start[..] {
         [0x1f, 0x8b, ..] => FileCompression::Gzip,
         [0x28, 0xb5, 0x2f, 0xfd, ..] => FileCompression::Zstd,
         [b'B', b'Z', b'h', b'1'..=b'9', ..] => FileCompression::Bzip2,
-        [0xfd, b'7', b'z', b'X', b'Z', 0] => FileCompression::Xz,
+        [0xfd, b'7', b'z', b'X', b'Z', 0, ..] => FileCompression::Xz,
         [b'P', b'K', 3, 4, ..] => FileCompression::Zip,
         _ => FileCompression::Uncompressed,
     };
-    Ok((raw, compression, length))
+    Ok(RawFile { raw, compression, length, start })
 }
 
 /// Positioned read (`pread`) that fills `into`; safe to call concurrently on one file.
@@ -175,6 +216,16 @@ mod tests {
         let none = resolve_patterns(&[path("*.json")]).unwrap_err().to_string();
         assert!(none.contains("*.json") && none.contains("no such file"), "{none}");
         assert!(resolve_patterns(&[path("a***b")]).is_err());
+    }
+
+    #[test]
+    fn the_dictionary_of_an_xz_file_bounds_its_memory() {
+        let start = |bits: u8| [&b"\xfd7zXZ\0\0\x04----"[..], &[2, 0, 0x21, 1, bits]].concat();
+        // `xz -6` has 8 MiB, `xz -9` 64 MiB.
+        assert_eq!(xz_memory_kib(&start(22)), (8 << 10) + (1 << 10));
+        assert_eq!(xz_memory_kib(&start(28)), (64 << 10) + (1 << 10));
+        assert_eq!(xz_memory_kib(&start(40)), MAX_XZ_MEMORY_KIB);
+        assert_eq!(xz_memory_kib(b"short"), MAX_XZ_MEMORY_KIB);
     }
 
     #[test]

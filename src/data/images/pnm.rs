@@ -63,7 +63,9 @@ impl PnmHeader {
     pub fn parse(file: &[u8]) -> Option<Self> {
         Self::read(&mut |at, into: &mut [u8]| {
             let found = usize::try_from(at).ok().and_then(|at| file.get(at..at + into.len()));
-            found.map(|bytes| into.copy_from_slice(bytes));
+            if let Some(bytes) = found {
+                into.copy_from_slice(bytes);
+            }
             Ok(found.is_some())
         })
         .ok()

@@ -26,6 +26,8 @@ pub struct CompressedCsv {
     width: usize,
     blocks: Vec<RecordBlock>,
     rows: u64,
+    /// Bytes that decompressing one of the files takes at most.
+    decoder_bytes: u64,
 }
 
 struct CompressedCsvFile {
@@ -50,7 +52,10 @@ impl CompressedCsv {
             Ok((bytes, count_blocks(shard as u32, path, bytes, dialect, ctx)?))
         };
         let counted: Result<Vec<_>, DataError> = paths.par_iter().enumerate().map(count).collect();
-        let mut packed = Self { files: Vec::new(), dialect, width, blocks: Vec::new(), rows: 0 };
+        let decoder_bytes = paths.iter().map(|path| files::decoder_bytes(path));
+        let decoder_bytes = decoder_bytes.collect::<Result<Vec<u64>, _>>()?.into_iter().max().unwrap_or(0);
+        let mut packed =
+            Self { files: Vec::new(), dialect, width, blocks: Vec::new(), rows: 0, decoder_bytes };
         for (path, (bytes, blocks)) in paths.iter().zip(counted?) {
             packed.files.push(CompressedCsvFile { path: path.clone(), first_row: packed.rows, bytes });
             packed.rows += blocks.iter().map(|block| block.records).sum::<u64>();
@@ -113,6 +118,10 @@ impl TableReader for CompressedCsv {
 
     fn partition_bytes(&self, part: usize) -> u64 {
         self.files[part].bytes
+    }
+
+    fn scan_bytes(&self) -> u64 {
+        self.decoder_bytes
     }
 
     fn scan(&self, part: usize, columns: &[Column], see: &mut RowVisitor<'_>) -> Result<(), DataError> {
@@ -191,6 +200,10 @@ impl ShardedDataset for CompressedCsvDataset {
             let cells = CsvRow::new(row, fields, form, &self.encoder.schema.columns, path, &line)?;
             self.encoder.encode_row(&cells, into)
         })
+    }
+
+    fn reader_bytes(&self) -> u64 {
+        self.table.decoder_bytes
     }
 
     fn resident_bytes(&self) -> u64 {
