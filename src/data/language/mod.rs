@@ -10,6 +10,7 @@ pub mod text;
 mod text_memory;
 pub mod token_files;
 pub mod token_storage;
+mod token_width;
 pub mod token_windows;
 pub mod tokenizer;
 

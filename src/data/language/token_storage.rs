@@ -15,43 +15,10 @@ use std::{
 
 use super::DataError;
 use super::npy::{NPY_MAGIC, NpyHeader};
+pub use super::token_width::TokenWidth;
+use super::token_width::{guess_width, has_single_bytes};
 use crate::base::regular_file;
 use crate::data::files;
-
-/// Bytes per id.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum TokenWidth {
-    U8 = 1,
-    U16 = 2,
-    U32 = 4,
-    /// NumPy's int64. An id still has to fit 32 bits.
-    U64 = 8,
-}
-
-impl TokenWidth {
-    /// The narrowest width for ids below `vocab`.
-    pub fn for_vocab(vocab: usize) -> Self {
-        match vocab {
-            0..=0x100 => TokenWidth::U8,
-            0x101..=0x1_0000 => TokenWidth::U16,
-            _ => TokenWidth::U32,
-        }
-    }
-
-    pub fn bytes(self) -> usize {
-        self as usize
-    }
-
-    /// Appends `ids`, which must fit the width.
-    pub fn write_ids(self, ids: &[u32], into: &mut Vec<u8>) {
-        match self {
-            TokenWidth::U8 => into.extend(ids.iter().map(|&id| id as u8)),
-            TokenWidth::U16 => ids.iter().for_each(|&id| into.extend((id as u16).to_le_bytes())),
-            TokenWidth::U32 => ids.iter().for_each(|&id| into.extend(id.to_le_bytes())),
-            TokenWidth::U64 => ids.iter().for_each(|&id| into.extend(u64::from(id).to_le_bytes())),
-        }
-    }
-}
 
 /// An open file for positioned reads from several threads.
 #[derive(Debug)]
@@ -274,38 +241,6 @@ impl TokenIdFile {
         }
         Ok(())
     }
-}
-
-/// Guesses the width from the start of a file of `len` bytes.
-fn guess_width(beginning: &[u8], len: u64) -> TokenWidth {
-    /// With only a few ids, the pattern could be a coincidence.
-    const MIN_IDS: usize = 16;
-    let zero_above = |bytes: usize| {
-        let words = || beginning.chunks_exact(bytes);
-        let some = words().any(|word| word[..bytes / 2].iter().any(|byte| *byte != 0));
-        let all = words().all(|word| word[bytes / 2..].iter().all(|byte| *byte == 0));
-        words().len() >= MIN_IDS && some && all
-    };
-    if len.is_multiple_of(8) && zero_above(8) {
-        TokenWidth::U64
-    } else if len.is_multiple_of(4) && zero_above(4) {
-        TokenWidth::U32
-    } else {
-        TokenWidth::U16
-    }
-}
-
-/// Whether the file looks like ids of one byte: even and odd bytes have the same values, all of them small. The upper
-/// bytes of wider ids have few values, and the lower ones have nearly all.
-fn has_single_bytes(beginning: &[u8]) -> bool {
-    const MIN_BYTES: usize = 1024;
-    let mut seen = [[false; 256]; 2];
-    beginning.iter().enumerate().for_each(|(i, byte)| seen[i % 2][usize::from(*byte)] = true);
-    let [even, odd] = seen;
-    let both = even.iter().zip(&odd).filter(|(even, odd)| **even && **odd).count();
-    let either = even.iter().zip(&odd).filter(|(even, odd)| **even || **odd).count();
-    let small = either > 2 && even[128..].iter().chain(&odd[128..]).all(|seen| !seen);
-    beginning.len() >= MIN_BYTES && small && 10 * both >= 8 * either
 }
 
 /// The ids of several files as one sequence.

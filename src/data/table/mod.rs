@@ -6,6 +6,7 @@
 //! categories of a column are needed: then it reads the training rows once and caches the result.
 
 mod checked_pages;
+mod column_typing;
 mod columns;
 mod compressed_csv;
 mod csv;
@@ -21,6 +22,7 @@ mod input_rows;
 mod json_rows;
 mod notation;
 mod parquet;
+mod parquet_groups;
 mod parquet_pages;
 mod parquet_partitions;
 mod parquet_values;

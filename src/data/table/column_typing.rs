@@ -1,0 +1,128 @@
+//! Types columns by what their first rows show, or refuses them with the value and the key that decides.
+
+use std::path::Path;
+
+use super::TableSettings;
+use super::columns::{Column, ColumnKind, ListElement};
+use super::dates::{DateColumn, DatePart};
+use super::inference::ColumnInference;
+use super::notation::{DecimalMark, Notation};
+use crate::data::DataError;
+
+/// Types columns by what the first rows show.
+pub struct ColumnTyping<'a> {
+    file: &'a Path,
+    names: &'a [String],
+    inferred: &'a [ColumnInference],
+    settings: &'a TableSettings,
+    /// The decimal mark that columns of the file require, if they agree.
+    file_mark: Option<DecimalMark>,
+}
+
+impl<'a> ColumnTyping<'a> {
+    pub fn new(
+        file: &'a Path,
+        names: &'a [String],
+        inferred: &'a [ColumnInference],
+        settings: &'a TableSettings,
+    ) -> Self {
+        let mut required = inferred.iter().filter_map(ColumnInference::required_mark);
+        let first = required.next();
+        let file_mark = first.filter(|first| required.all(|mark| mark == *first));
+        Self { file, names, inferred, settings, file_mark }
+    }
+
+    fn wrong(&self, i: usize, problem: String, hint: &'static str) -> DataError {
+        DataError::Table {
+            file: self.file.to_owned(),
+            place: format!("column `{}`", self.names[i]),
+            problem,
+            hint,
+        }
+    }
+
+    pub fn column(&self, i: usize, kind: ColumnKind, target: bool) -> Result<Column, DataError> {
+        let notation = match kind {
+            ColumnKind::Category => Notation::Plain,
+            ColumnKind::Number => self.inferred[i]
+                .notation
+                .notation(self.settings.decimal, self.file_mark)
+                .map_err(|problem| {
+                let (problem, hint) = self.inferred[i].describe_problem(problem);
+                self.wrong(i, problem, hint)
+            })?,
+        };
+        Ok(Column { name: self.names[i].clone(), index: i, kind, target, notation, element: None })
+    }
+
+    /// A numeric column for each value of the lists of column `i`.
+    pub fn list_elements(&self, i: usize, target: bool) -> impl Iterator<Item = Column> {
+        let of = self.inferred[i].list.unwrap_or(0);
+        (0..of).map(move |at| Column {
+            name: format!("{}.{at}", self.names[i]),
+            index: i,
+            kind: ColumnKind::Number,
+            target,
+            notation: Notation::Plain,
+            element: Some(ListElement { at, of }),
+        })
+    }
+
+    /// Whether column `i` holds dates or times and nothing else.
+    pub fn is_date(&self, i: usize) -> bool {
+        self.inferred[i].date_column(self.settings.dates).is_some()
+    }
+
+    /// A numeric column for each part of the dates of column `i`.
+    pub fn date_parts(&self, i: usize) -> Result<Vec<Column>, DataError> {
+        let seen = self.inferred[i].first_date.as_ref();
+        let (line, value) = seen.map_or((0, ""), |place| (place.line, place.value.as_str()));
+        match self.inferred[i].date_column(self.settings.dates) {
+            Some(DateColumn::Parts { order, parts }) => {
+                let column = |part| Column {
+                    name: format!("{}.{}", self.names[i], DatePart::name(part)),
+                    index: i,
+                    kind: ColumnKind::Number,
+                    target: false,
+                    notation: Notation::Date { order, part },
+                    element: None,
+                };
+                Ok(parts.into_iter().map(column).collect())
+            }
+            Some(DateColumn::Stamps(kind)) => {
+                let column = |part: &DatePart| Column {
+                    name: format!("{}.{}", self.names[i], part.name()),
+                    index: i,
+                    kind: ColumnKind::Number,
+                    target: false,
+                    notation: Notation::Stamp { part: *part },
+                    element: None,
+                };
+                Ok(kind.parts().iter().map(column).collect())
+            }
+            Some(DateColumn::Ambiguous) => Err(self.wrong(
+                i,
+                format!("the first number of `{value}` in line {line} may be the day or the month, and no date of the first rows decides"),
+                "set `dates` to \"day_first\" or \"month_first\"",
+            )),
+            Some(DateColumn::Mixed) => Err(self.wrong(
+                i,
+                "some dates have a month beyond 12 if the day comes first, and others if the month does".into(),
+                "write them alike, or add the column to `categorical` or `ignore`",
+            )),
+            None => Ok(Vec::new()),
+        }
+    }
+
+    /// Refuses a text among numbers, unless the column is declared.
+    pub fn check_text(&self, i: usize) -> Result<(), DataError> {
+        match &self.inferred[i].first_text {
+            Some(place) if self.inferred[i].is_mostly_numbers() && !self.settings.skip_bad => Err(self.wrong(
+                i,
+                format!("nearly all values are numbers, but `{}` in line {} is not", place.value, place.line),
+                "add the text to `missing`, or the column to `categorical` or `ignore`, or correct the value",
+            )),
+            _ => Ok(()),
+        }
+    }
+}
