@@ -12,7 +12,7 @@ use toml::de::{DeInteger, DeString, DeTable, DeValue};
 
 use super::error::{ErrorCode, JobError, did_you_mean};
 use super::renamed::renamed;
-use super::schema::{allowed, choices, is_table, keywords, kind, kinds};
+use super::schema::{allowed, alternative, choices, is_table, keywords, kind, kinds};
 use super::source_map::WHOLE_FILE;
 use super::synonyms::{synonym_hint, synonym_key};
 use crate::base::units::MemorySize;
@@ -183,6 +183,7 @@ impl Checker<'_> {
 
     fn check_value(&mut self, value: &mut Spanned<DeValue>, schema: &Value, path: &str) {
         let span = value.span();
+        let schema = alternative(schema, matches!(value.get_ref(), DeValue::Table(_)));
         let names = choices(schema);
         // The key takes a list or a single value; check a single value against the list's item schema.
         let value_or_list = schema["type"].is_array();
@@ -190,6 +191,11 @@ impl Checker<'_> {
             return self.check_value(value, &schema["items"], path);
         }
         match (if value_or_list { Some("array") } else { schema["type"].as_str() }, value.get_mut()) {
+            (Some("object"), DeValue::Table(table)) if schema["additionalProperties"].is_object() => {
+                for (key, value) in table.iter_mut() {
+                    self.check_value(value, &schema["additionalProperties"], &join(path, key.get_ref()));
+                }
+            }
             (_, DeValue::Table(table)) if is_table(schema) => self.check_table(table, span, schema, path),
             (_, DeValue::String(text)) if !names.is_empty() => {
                 if !names.contains(&text.as_ref()) {

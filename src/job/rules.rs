@@ -9,8 +9,8 @@ use super::check::SpannedError;
 use super::error::{ErrorCode, JobError};
 use super::source_map::WHOLE_FILE;
 use super::{
-    AugmentConfig, BestMetric, CategoryEncoding, CsvConfig, Job, JsonConfig, JsonlConfig, OptimizerConfig,
-    ParquetConfig, Precision, RunLength, SourceConfig,
+    AugmentConfig, BestMetric, CategoryEncoding, ClassWeightsConfig, CsvConfig, Job, JsonConfig, JsonlConfig,
+    OptimizerConfig, ParquetConfig, Precision, RunLength, SourceConfig,
 };
 
 /// Every contradiction in `job`, reported where `tree` states it.
@@ -46,6 +46,15 @@ pub(super) fn contradictions(job: &Job, tree: &DeTable) -> Vec<SpannedError> {
             "train.tf32",
             "`train.tf32` needs `train.precision = \"f32\"`".into(),
             "add `precision = \"f32\"` to [train], or remove `tf32`".into(),
+        );
+    }
+    if let Some(ClassWeightsConfig::Table(weights)) = &job.train.class_weights
+        && let Some((class, weight)) = weights.iter().find(|(_, weight)| **weight < 0.0)
+    {
+        report(
+            "train.class_weights",
+            format!("the weight of class `{class}` cannot be {weight}"),
+            "weights are 0 or more; 0 leaves the class out of the loss".into(),
         );
     }
     for (key, best) in [("checkpoint.best", Some(job.checkpoint.best)), ("stop.metric", job.stop.metric)] {

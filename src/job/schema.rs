@@ -59,6 +59,17 @@ fn remove_null(object: &mut Map<String, Value>) {
     if object.get("default") == Some(&Value::Null) {
         object.remove("default");
     }
+    // An optional enum or union: `anyOf` of itself and null.
+    if let Some(Value::Array(options)) = object.get_mut("anyOf") {
+        options.retain(|option| option["type"] != "null");
+        if let [Value::Object(only)] = &options[..] {
+            let only = only.clone();
+            object.remove("anyOf");
+            for (key, value) in only {
+                object.entry(key).or_insert(value);
+            }
+        }
+    }
 }
 
 /// Moves the `properties` beside a `oneOf` of tables into each of these.
@@ -138,11 +149,24 @@ pub(super) fn keywords(schema: &Value) -> impl Iterator<Item = &str> {
     schema["x-words"].as_array().into_iter().flatten().filter_map(Value::as_str)
 }
 
+/// The one of the alternatives of `schema` that a value is meant as: a table, or anything else.
+pub(super) fn alternative(schema: &Value, is_table_value: bool) -> &Value {
+    let Some(options) = schema["anyOf"].as_array() else { return schema };
+    let fits = |option: &&Value| (option["type"] == "object") == is_table_value;
+    options.iter().find(fits).or(options.first()).unwrap_or(schema)
+}
+
 /// What `schema` allows, in words: `a whole number, at least 1`.
 pub(super) fn allowed(schema: &Value) -> String {
     let choices = choices(schema);
     if !choices.is_empty() {
         return choices.iter().map(|c| format!("\"{c}\"")).collect::<Vec<_>>().join(", ");
+    }
+    if let Some(options) = schema["anyOf"].as_array() {
+        return options.iter().map(allowed).collect::<Vec<_>>().join(", or ");
+    }
+    if schema["additionalProperties"].is_object() {
+        return format!("a table of names, each {}", allowed(&schema["additionalProperties"]));
     }
     if is_table(schema) {
         return "a table".into();
