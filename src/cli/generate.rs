@@ -45,6 +45,8 @@ pub struct GenerateArgs {
     #[command(flatten)]
     pub input: PromptArgs,
     #[command(flatten)]
+    pub conversation: ChatArgs,
+    #[command(flatten)]
     pub sampling: SamplingArgs,
     /// New tokens per prompt at most [default: 256, or what the context leaves]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
@@ -76,6 +78,11 @@ pub struct PromptArgs {
     /// Answer line by line, with the chat template of the run
     #[arg(long)]
     pub chat: bool,
+}
+
+/// How a conversation begins and is written.
+#[derive(Clone, Debug, Args)]
+pub struct ChatArgs {
     /// What the system message of the conversation says
     #[arg(long, value_name = "TEXT", requires = "chat")]
     pub system: Option<String>,
@@ -258,9 +265,9 @@ impl GenerateArgs {
         generator: &mut Generator,
         throughput: &mut Throughput,
     ) -> anyhow::Result<()> {
-        let template = self.input.template.as_ref().or(model.preprocessing.template.as_ref());
+        let template = self.conversation.template.as_ref().or(model.preprocessing.template.as_ref());
         let template = template.ok_or_else(no_template)?;
-        let system = self.input.system.as_deref();
+        let system = self.conversation.system.as_deref();
         let new = || Conversation::new(template, &text.tokenizer, system, limits, MAX_PROMPT_FILE_BYTES);
         let mut talk = new().map_err(chat_error)?;
         let stops = [&self.stop[..], &talk.stop_strings()].concat();

@@ -154,6 +154,8 @@ fn find(path: &Path, choice: CheckpointChoice) -> Result<(CheckpointState, PathB
             );
             Err(Failure::UnusableCheckpoint { folder, problem })
         }
+        // One that is damaged is an error, not a reason to take another; one that diverged is passed over.
+        None if !checkpoints.is_diverged(steps[0]) => verified(&checkpoints.path(steps[0])),
         None => {
             let newest = checkpoints.newest();
             newest.found.ok_or(Failure::NoWholeCheckpoint { folder, skipped: newest.skipped })

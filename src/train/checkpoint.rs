@@ -216,6 +216,11 @@ impl Checkpoints {
         suspect.map(|step| self.path(step).join(DIVERGED)).try_for_each(|path| write_synced(&path, b""))
     }
 
+    /// Whether the update after these weights was not finite.
+    pub fn is_diverged(&self, step: u64) -> bool {
+        self.path(step).join(DIVERGED).exists()
+    }
+
     /// The newest complete checkpoint that is not marked as diverged; if all are, the newest.
     pub fn last_good(&self) -> Option<PathBuf> {
         let paths: Vec<PathBuf> = self.complete_steps().map(|step| self.path(step)).collect();
