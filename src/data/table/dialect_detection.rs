@@ -93,10 +93,10 @@ impl DialectSettings {
             Some(_) => double,
             None => self.choose_quote(file, text, start.whole, double)?,
         };
-        if self.comment == CommentSetting::Auto && found.dialect.comment.is_some() {
-            refuse_ambiguous_comments(file, text, self.skip_lines, &found)?;
-        }
-        Ok(found.dialect)
+        let has_comments = found.dialect.comment.is_some()
+            && (self.comment != CommentSetting::Auto || check_comments(file, text, self.skip_lines, &found)?);
+        let comment = found.dialect.comment.filter(|_| has_comments);
+        Ok(Dialect { comment, ..found.dialect })
     }
 
     /// The encoding, and the first text as UTF-8 or Latin-1.
@@ -286,32 +286,31 @@ fn has_comments(text: &[u8]) -> bool {
     comments > 0 && 2 * comments < lines().count()
 }
 
-/// Refuses a line that starts with `#` and would be a row of the table.
-fn refuse_ambiguous_comments(
-    file: &Path,
-    text: &[u8],
-    skipped: u64,
-    found: &SplitSample,
-) -> Result<(), DataError> {
+/// Whether there are comments: a quoted field may have lines that start with `#` too. Refuses a comment that would be a
+/// row of the table.
+fn check_comments(file: &Path, text: &[u8], skipped: u64, found: &SplitSample) -> Result<bool, DataError> {
     let mut fields = RowFields::default();
-    for (line, number) in text.split(|byte| *byte == b'\n').take(SAMPLE_ROWS).zip(skipped + 1..) {
-        if line.first() != Some(&COMMENT) {
-            continue;
+    let (mut start, mut line, mut any) = (0, skipped + 1, false);
+    for end in RowEnds::new(text, false, found.dialect).chain([text.len()]).take(SAMPLE_ROWS) {
+        let row = &text[std::mem::replace(&mut start, end)..end];
+        if row.first() == Some(&COMMENT) {
+            any = true;
+            fields.split(row, found.dialect);
+            if fields.len() == found.width {
+                return Err(DataError::Table {
+                    file: file.to_owned(),
+                    place: format!("line {line}"),
+                    problem: format!(
+                        "`{}` starts with `#` and has as many fields as the table: it may be a comment or a row",
+                        super::display_value(row.trim_ascii_end())
+                    ),
+                    hint: "set `comment = \"#\"` to skip such lines, or `comment = \"none\"` to read them",
+                });
+            }
         }
-        fields.split(line, found.dialect);
-        if fields.len() == found.width {
-            return Err(DataError::Table {
-                file: file.to_owned(),
-                place: format!("line {number}"),
-                problem: format!(
-                    "`{}` starts with `#` and has as many fields as the table: it may be a comment or a row",
-                    super::display_value(line)
-                ),
-                hint: "set `comment = \"#\"` to skip such lines, or `comment = \"none\"` to read them",
-            });
-        }
+        line += memchr::memchr_iter(b'\n', row).count() as u64;
     }
-    Ok(())
+    Ok(any)
 }
 
 #[cfg(test)]
@@ -359,6 +358,7 @@ mod tests {
         assert_eq!(found("a,b\n\"x, 'y\",1\nx,2\n").quote, b'"');
         assert_eq!(found("# made by hand\na,b\n1,2\n").comment, Some(b'#'));
         assert_eq!(found("# \"made, by, hand\na,b\n1,2\n").comment, Some(b'#'));
+        assert_eq!(found("a,b\n\"x\n# y, z\nw\",1\nx,2\ny,3\n").comment, None);
         assert_eq!(found("colour,b\n#ff0000,2\n#00ff00,3\n").comment, None);
         let error = detect("#a,b\n1,2\n3,4\n", DialectSettings::default()).unwrap_err();
         assert!(error.contains("line 1: `#a,b` starts with `#`"), "{error}");
