@@ -137,6 +137,8 @@ pub struct TokenFileSpec {
     pub vocab: usize,
     /// 32 bits per id, otherwise 16.
     pub u32_ids: bool,
+    /// Other bytes per id.
+    pub id_bytes: Option<usize>,
     /// With the header that llm.c writes.
     pub header: bool,
     /// A byte-pair `tokenizer.json` is beside them.
@@ -163,9 +165,10 @@ impl TokenFileSpec {
                 }
                 for _ in 0..count {
                     let id = draw.below(self.vocab) as u32;
-                    match self.u32_ids {
-                        true => bytes.extend(id.to_le_bytes()),
-                        false => bytes.extend((id as u16).to_le_bytes()),
+                    match (self.id_bytes, self.u32_ids) {
+                        (Some(width), _) => bytes.extend(&u64::from(id).to_le_bytes()[..width]),
+                        (None, true) => bytes.extend(id.to_le_bytes()),
+                        (None, false) => bytes.extend((id as u16).to_le_bytes()),
                     }
                 }
                 fs::write(folder.join(format!("{set}-{i}.bin")), bytes)?;
@@ -196,24 +199,31 @@ pub struct JsonlSpec {
 pub struct ChatSpec {
     /// The template is a file.
     pub file: bool,
+    /// The job's `chat`.
+    pub format: &'static str,
 }
 
 impl ChatSpec {
     pub const JINJA: &str =
         "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}";
 
-    fn record(draw: &mut Draw, plain: bool, longest: usize) -> Value {
-        let mut messages = Vec::new();
-        let mut say = |draw: &mut Draw, role: &str| {
+    fn record(&self, draw: &mut Draw, plain: bool, longest: usize) -> Value {
+        let say = |draw: &mut Draw| {
             let length = draw.log_uniform(1..=longest / 4 + 2);
-            let content = random_words(draw, plain, length);
-            messages.push(json!({ "role": role, "content": content.trim() }));
+            random_words(draw, plain, length).trim().to_owned()
         };
-        for _ in 0..draw.within(1..=2) {
-            say(draw, "user");
-            say(draw, "assistant");
+        let turns: Vec<[String; 2]> = (0..draw.within(1..=2)).map(|_| [say(draw), say(draw)]).collect();
+        let list = |roles: [&str; 2], role: &str, content: &str| {
+            let message = |i: usize, text: &String| json!({ role: roles[i], content: text });
+            turns.iter().flat_map(|turn| [message(0, &turn[0]), message(1, &turn[1])]).collect::<Vec<_>>()
+        };
+        let [question, answer] = &turns[0];
+        match self.format {
+            "sharegpt" => json!({ "talk": list(["human", "gpt"], "from", "value") }),
+            "alpaca" => json!({ "instruction": question, "input": "", "output": answer }),
+            "prompt_completion" => json!({ "prompt": question, "completion": answer }),
+            _ => json!({ "talk": list(["user", "assistant"], "role", "content") }),
         }
-        json!({ "talk": messages })
     }
 }
 
@@ -238,8 +248,8 @@ impl JsonlSpec {
 
     fn record(&self, draw: &mut Draw, number: usize) -> Value {
         let plain = self.units.ascii_only();
-        if self.chats.is_some() {
-            return ChatSpec::record(draw, plain, self.longest);
+        if let Some(chats) = &self.chats {
+            return chats.record(draw, plain, self.longest);
         }
         // At least two characters: one to read and one to predict.
         let length = draw.log_uniform(3..=self.longest.max(4));

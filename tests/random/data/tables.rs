@@ -32,14 +32,40 @@ pub struct RowCounts {
 
 #[derive(Clone, Debug)]
 pub enum TableFormat {
-    Csv { delimiter: &'static str, skip_lines: usize, packing: FileCodec },
-    Parquet { compression: &'static str, dictionary: bool, group: usize },
+    Csv {
+        delimiter: &'static str,
+        skip_lines: usize,
+        packing: FileCodec,
+        style: CsvStyle,
+    },
+    /// Objects, one per line or in an array.
+    Json {
+        array: bool,
+        packing: FileCodec,
+    },
+    Parquet {
+        compression: &'static str,
+        dictionary: bool,
+        group: usize,
+    },
+}
+
+/// How a text table is written.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct CsvStyle {
+    pub single_quotes: bool,
+    /// What begins a comment; a file with it has one.
+    pub comment: Option<&'static str>,
+    /// UTF-16 with a byte order mark, otherwise ASCII.
+    pub utf16: bool,
+    pub decimal_comma: bool,
 }
 
 impl TableFormat {
     pub fn extension(&self) -> String {
         match self {
             TableFormat::Csv { packing, .. } => format!("csv{}", packing.extension()),
+            TableFormat::Json { packing, .. } => format!("json{}", packing.extension()),
             TableFormat::Parquet { .. } => "parquet".into(),
         }
     }
@@ -100,8 +126,19 @@ impl TableSpec {
                 let table: Vec<Vec<GeneratedCell>> =
                     (0..rows).map(|row| self.columns.iter().map(|c| c.cell(draw, row)).collect()).collect();
                 match self.format {
-                    TableFormat::Csv { delimiter, skip_lines, packing } => {
-                        packing.write(&path, self.csv(&table, delimiter, skip_lines).as_bytes())?;
+                    TableFormat::Csv { delimiter, skip_lines, packing, style } => {
+                        let text = self.csv(&table, delimiter, skip_lines, style);
+                        let bytes = match style.utf16 {
+                            true => text.encode_utf16().fold(vec![0xff, 0xfe], |mut bytes, unit| {
+                                bytes.extend(unit.to_le_bytes());
+                                bytes
+                            }),
+                            false => text.into_bytes(),
+                        };
+                        packing.write(&path, &bytes)?;
+                    }
+                    TableFormat::Json { array, packing } => {
+                        packing.write(&path, self.json(&table, array).as_bytes())?;
                     }
                     TableFormat::Parquet { compression, dictionary, group } => {
                         self.parquet(&path, &table, compression, dictionary, group)
@@ -113,7 +150,29 @@ impl TableSpec {
         Ok(())
     }
 
-    fn csv(&self, table: &[Vec<GeneratedCell>], delimiter: &str, skip_lines: usize) -> String {
+    fn json(&self, table: &[Vec<GeneratedCell>], array: bool) -> String {
+        let record = |row: &Vec<GeneratedCell>| {
+            let fields = row.iter().enumerate().map(|(i, cell)| {
+                let value = match cell {
+                    GeneratedCell::Number(value) => (*value).into(),
+                    GeneratedCell::Text(value) => value.clone().into(),
+                    GeneratedCell::Missing => serde_json::Value::Null,
+                };
+                (format!("column_{i}"), value)
+            });
+            serde_json::Value::Object(fields.collect()).to_string()
+        };
+        let records: Vec<String> = table.iter().map(record).collect();
+        if array { format!("[{}]", records.join(",\n")) } else { records.join("\n") + "\n" }
+    }
+
+    fn csv(
+        &self,
+        table: &[Vec<GeneratedCell>],
+        delimiter: &str,
+        skip_lines: usize,
+        style: CsvStyle,
+    ) -> String {
         let separator = match delimiter {
             "tab" => "\t",
             "space" => "  ",
@@ -121,13 +180,21 @@ impl TableSpec {
         };
         let mut text = "what comes before the table\n".repeat(skip_lines);
         if self.header {
-            let names: Vec<String> = (0..self.columns.len()).map(|i| format!("\"column_{i}\"")).collect();
+            let quote = if style.single_quotes { '\'' } else { '"' };
+            let names: Vec<String> =
+                (0..self.columns.len()).map(|i| format!("{quote}column_{i}{quote}")).collect();
             text += &(names.join(separator) + "\n");
+        }
+        if let Some(comment) = style.comment {
+            text += &format!("{comment} what no row says\n");
         }
         for row in table {
             let fields: Vec<String> = row
                 .iter()
                 .map(|cell| match cell {
+                    GeneratedCell::Number(value) if style.decimal_comma => {
+                        value.to_string().replace('.', ",")
+                    }
                     GeneratedCell::Number(value) => value.to_string(),
                     GeneratedCell::Text(value) => value.clone(),
                     GeneratedCell::Missing => "NA".into(),

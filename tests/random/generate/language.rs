@@ -128,6 +128,7 @@ impl SourceBuilder<'_> {
                 valid,
                 vocab,
                 u32_ids: wide,
+                id_bytes: None,
                 header,
                 with_tokenizer: named,
             }),
@@ -165,7 +166,7 @@ impl SourceBuilder<'_> {
             }
             // An answer may lie beyond the last position.
             self.data.set("on_bad_record", "skip").number("max_bad_records", 1000);
-            chats = Some(ChatSpec { file: template == "file" });
+            chats = Some(ChatSpec { file: template == "file", format: "messages" });
         } else if self.draw.chance(0.3) {
             self.data.set("field", "body");
         }

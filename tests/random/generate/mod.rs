@@ -4,6 +4,7 @@
 //! Jobs are valid by construction. What a job may not be is stated here, once, as a rule with its reason. A case that
 //! failed once is a rule too, drawn more often than chance would.
 
+mod formats;
 mod language;
 mod model;
 mod settings;
@@ -97,7 +98,8 @@ pub fn case(seed: u64, scale: Scale) -> GeneratedJob {
     let disturbed = (block + place as u64).is_multiple_of(3);
     // A budget is only meaningful if samples take more memory than the program itself.
     let heavy = disturbed && scale == Scale::Small && draw.chance(0.5);
-    let parts = source::model_and_data(&mut draw, scale, MODELS[place], heavy);
+    let mut parts = source::model_and_data(&mut draw, scale, MODELS[place], heavy);
+    formats::choose(&mut Draw::new(seed, "formats"), &mut parts);
     let trial = disturbed.then(|| Disturbance {
         budget_fraction: draw.pick(&[0.9, 0.7, 0.5]),
         kill: draw.pick(&[KillMode::Worker, KillMode::Whole, KillMode::Signal]),

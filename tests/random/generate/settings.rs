@@ -52,6 +52,11 @@ pub fn case(
     if begins_with_weights {
         train.set("init", "weights.safetensors");
     }
+    let mut apart = Draw::new(seed, "loss and stop");
+    set_loss(&mut apart, &mut train, &job, classes);
+    if begins_with_weights && apart.chance(0.7) {
+        train.set("init_head", apart.pick(&["strict", "auto"]));
+    }
     let steps = train.contains_key("steps");
     job.set("train", train);
 
@@ -65,6 +70,9 @@ pub fn case(
     let (eval, measured) = eval(draw, updates, classes);
     job.set("eval", eval);
     job.set("checkpoint", checkpoint(draw, updates, &measured));
+    if apart.chance(0.3) {
+        job.set("stop", stop(&mut apart, &measured));
+    }
     let mut log = Table::new();
     if draw.chance(0.9) {
         log.number("every_steps", draw.pick(&[1, 1, 1, 2]));
@@ -75,6 +83,50 @@ pub fn case(
     job.set("log", log);
     let threads = scale.either(draw.pick(&[1, 2, 2, 3, 4]), 2);
     GeneratedJob { seed, job, files, threads, needs_initial_weights: begins_with_weights, disturbance: trial }
+}
+
+/// The loss and what belongs to it. Drawn apart from the rest of a job, which stays as it is.
+fn set_loss(draw: &mut Draw, train: &mut Table, job: &Table, classes: bool) {
+    let data = job["data"].as_table().cloned().unwrap_or_default();
+    let kind = data.get("kind").and_then(Value::as_str).unwrap_or_default();
+    let is_table = matches!(kind, "csv" | "json" | "parquet");
+    if is_table && !classes {
+        if draw.chance(0.6) {
+            let loss = draw.pick(&["auto", "mse", "mae", "huber"]);
+            train.set("loss", loss);
+            if loss == "huber" && draw.chance(0.5) {
+                train.set("huber_delta", 0.5);
+            }
+        }
+        return;
+    }
+    if draw.chance(0.3) {
+        train.set("loss", draw.pick(&["auto", "cross_entropy"]));
+    }
+    if draw.chance(0.2) {
+        train.set("label_smoothing", draw.pick(&[0.0, 0.1]));
+    }
+    // Where every class of the training set is counted.
+    if classes && is_table && !data.contains_key("classes") && draw.chance(0.4) {
+        train.set("class_weights", "balanced");
+    }
+}
+
+/// Conditions that no run meets, so that it has all of its updates.
+fn stop(draw: &mut Draw, measured: &[&str]) -> Table {
+    let mut table = Table::new();
+    let metric = draw.pick(&[&["loss"], measured].concat());
+    table.set("metric", format!("valid.{metric}"));
+    if draw.chance(0.5) {
+        table.number("patience", 1000).set("min_delta", 0.001);
+    }
+    if draw.chance(0.5) {
+        table.set("target", if metric == "loss" { -1.0 } else { 2.0 });
+    }
+    if draw.chance(0.5) {
+        table.set("max_minutes", 600.0);
+    }
+    table
 }
 
 /// Learning rates at which no model here diverges within a few updates.

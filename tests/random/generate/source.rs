@@ -257,7 +257,7 @@ impl SourceBuilder<'_> {
             self.data.number("skip_lines", skip_lines);
         }
         let packing = self.draw.pick(&[FileCodec::Plain, FileCodec::Plain, FileCodec::Gzip, FileCodec::Zstd]);
-        TableFormat::Csv { delimiter, skip_lines, packing }
+        TableFormat::Csv { delimiter, skip_lines, packing, style: Default::default() }
     }
 
     fn parquet(&mut self) -> TableFormat {

@@ -1,0 +1,87 @@
+//! How files are written, and the keys that say so. Drawn apart from the rest of a job, which stays as it is.
+
+use toml::{Table, Value};
+
+use super::{ModelAndData, TableExt};
+use crate::random::data::{ChatSpec, DataSpec, TableFormat, TableSpec, TokenFileSpec};
+use crate::random::draw::Draw;
+
+pub fn choose(draw: &mut Draw, parts: &mut ModelAndData) {
+    match &mut parts.files {
+        DataSpec::Table(table) => choose_table(draw, &mut parts.data, table),
+        DataSpec::Tokens(tokens) => choose_token_width(draw, &mut parts.data, tokens),
+        DataSpec::Jsonl(records) => {
+            if let Some(chats) = &mut records.chats {
+                choose_chat(draw, &mut parts.data, chats);
+            }
+        }
+        DataSpec::None | DataSpec::Images(_) | DataSpec::Idx(_) | DataSpec::Text(_) => {}
+    }
+}
+
+fn choose_table(draw: &mut Draw, data: &mut Table, table: &mut TableSpec) {
+    let TableFormat::Csv { delimiter, skip_lines, packing, style } = &mut table.format else { return };
+    if table.header && *skip_lines == 0 && draw.chance(0.2) {
+        for key in ["delimiter", "header", "skip_lines"] {
+            data.remove(key);
+        }
+        data.set("kind", "json");
+        for key in ["train", "valid"] {
+            for name in data.get_mut(key).and_then(Value::as_array_mut).into_iter().flatten() {
+                *name = Value::from(name.as_str().unwrap_or_default().replace(".csv", ".json"));
+            }
+        }
+        table.format = TableFormat::Json { array: draw.chance(0.5), packing: *packing };
+        return;
+    }
+    if !data.contains_key("delimiter") && draw.chance(0.3) {
+        data.set("delimiter", "auto");
+    }
+    if draw.chance(0.3) {
+        let quote = draw.pick(&["auto", "\"", "'"]);
+        data.set("quote", quote);
+        style.single_quotes = quote == "'";
+    }
+    if draw.chance(0.3) {
+        let comment = draw.pick(&["auto", "none", "#", "%"]);
+        data.set("comment", comment);
+        style.comment = matches!(comment, "#" | "%").then_some(comment);
+    }
+    if draw.chance(0.3) {
+        let encoding = draw.pick(&["auto", "utf-8", "latin-1", "utf-16"]);
+        data.set("encoding", encoding);
+        style.utf16 = encoding == "utf-16";
+    }
+    if draw.chance(0.3) {
+        // A comma cannot be both.
+        let decimal = draw.pick(if *delimiter == "," { &["auto", "."] } else { &["auto", ".", ","] });
+        data.set("decimal", decimal);
+        style.decimal_comma = decimal == ",";
+    }
+    if draw.chance(0.2) {
+        data.set("dates", draw.pick(&["auto", "day_first", "month_first"]));
+    }
+}
+
+fn choose_token_width(draw: &mut Draw, data: &mut Table, tokens: &mut TokenFileSpec) {
+    if tokens.header || !draw.chance(0.3) {
+        return;
+    }
+    let (name, bytes) = draw.pick(&[("u8", 1), ("u64", 8)]);
+    if bytes == 8 || tokens.vocab <= 256 {
+        data.set("dtype", name);
+        tokens.id_bytes = Some(bytes);
+    }
+}
+
+fn choose_chat(draw: &mut Draw, data: &mut Table, chats: &mut ChatSpec) {
+    if !draw.chance(0.6) {
+        return;
+    }
+    let format = draw.pick(&["messages", "sharegpt", "alpaca", "prompt_completion"]);
+    data.set("chat", format);
+    if matches!(format, "alpaca" | "prompt_completion") {
+        data.remove("messages");
+    }
+    chats.format = format;
+}
