@@ -227,7 +227,11 @@ def run_gguf(case, folder):
     first = ask("/completion", {"prompt": prompt, "n_predict": 1, "temperature": 0.0, "n_probs": probs})
     first = first["completion_probabilities"][0]["top_logprobs"]
     probabilities = {entry["id"]: math.exp(entry["logprob"]) for entry in first}
-    return prompt, answer["tokens"], probabilities, tokenizer.token_to_id(ask("/props")["eos_token"])
+    # The text of a byte is no entry of a byte-level vocabulary.
+    end = ask("/props")["eos_token"]
+    end = [tokenizer.token_to_id(end)] if tokenizer.token_to_id(end) is not None else tokenizer.encode(end).ids
+    assert len(end) == 1, end
+    return prompt, answer["tokens"], probabilities, end[0]
 
 
 # Sources of models.
