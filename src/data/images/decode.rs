@@ -102,11 +102,7 @@ impl<'a> ImageDecoder<'a> {
                 pixels.reserve_exact(size);
                 pixels.resize(size, 0);
                 // Of an animation, the first frame.
-                match decoder.is_animated() {
-                    true => decoder.read_frame(pixels).map(drop),
-                    false => decoder.read_image(pixels),
-                }
-                .map_err(|e| decode_error("WebP", &e))?;
+                decoder.read_image(pixels).map_err(|e| decode_error("WebP", &e))?;
                 if decoder.has_alpha() { 4 } else { 3 }
             }
             FormatDecoder::More(format, file) => format.decode(file, [self.height, self.width], pixels)?,
@@ -189,9 +185,7 @@ fn webp(file: &[u8]) -> Result<OpenedFormat<'_>, String> {
             frame[1], frame[0]
         ));
     }
-    // The frames of an animation are drawn onto a canvas, which counts.
-    let canvas = if decoder.is_animated() { (width as usize).saturating_mul(height as usize) } else { 0 };
-    decoder.set_memory_limit(file.len().saturating_add(canvas.saturating_mul(12)));
+    decoder.set_memory_limit(file.len());
     let orientation =
         decoder.exif_metadata().ok().flatten().map(|exif| exif::read_orientation(&exif)).unwrap_or_default();
     Ok((FormatDecoder::Webp(Box::new(decoder)), [height as usize, width as usize], orientation))
