@@ -28,28 +28,40 @@ pub enum DecodingError {
 pub struct DecodingNetwork {
     pub network: Network,
     pub cache: CacheDims,
-    /// Bytes of tables that it builds at first use.
-    pub table_bytes: u64,
+    /// Rotary tables, built at first use.
+    pub tables: Option<Arc<Rotary>>,
 }
 
 impl Network {
-    /// The same network over a cache of `slots` sequences of up to `capacity` positions.
-    pub fn for_decoding(mut self, slots: usize, capacity: usize) -> Result<DecodingNetwork, DecodingError> {
-        let mut pass = DecodingPass { capacity, slots, rotary: None, cache: None };
+    /// The same network over a cache of `slots` sequences of up to `capacity` positions. It shares `tables`, if they are
+    /// those that it needs.
+    pub fn for_decoding(
+        mut self,
+        slots: usize,
+        capacity: usize,
+        tables: Option<&Arc<Rotary>>,
+    ) -> Result<DecodingNetwork, DecodingError> {
+        let mut pass = DecodingPass { capacity, slots, tables: tables.cloned(), cache: None };
         for block in &mut self.blocks {
             block.nodes = pass.rewrite_nodes(std::mem::take(&mut block.nodes))?;
         }
         let Some((_, cache)) = pass.cache else { return Err(DecodingError::NoAttention) };
-        let table_bytes = pass.rotary.map_or(0, |(_, rotary)| rotary.table_bytes());
-        Ok(DecodingNetwork { network: self, cache, table_bytes })
+        Ok(DecodingNetwork { network: self, cache, tables: pass.tables })
+    }
+}
+
+impl DecodingNetwork {
+    /// Bytes of its rotary tables.
+    pub fn table_bytes(&self) -> u64 {
+        self.tables.as_ref().map_or(0, |tables| tables.table_bytes())
     }
 }
 
 struct DecodingPass {
     slots: usize,
     capacity: usize,
-    /// The network's rotary tables, and those of the whole cache in their place.
-    rotary: Option<(Arc<Rotary>, Arc<Rotary>)>,
+    /// Rotary tables of every position of the cache.
+    tables: Option<Arc<Rotary>>,
     /// The cache so far, and the first layer in it.
     cache: Option<(String, CacheDims)>,
 }
@@ -96,13 +108,13 @@ impl DecodingPass {
         Ok(Box::new(CachedAttention { name: name.clone(), sizes, rotary, cache_layer, capacity }))
     }
 
-    /// Tables for every position of the cache, shared by the layers that shared theirs.
-    fn rotary_tables(&mut self, rotary: &Arc<Rotary>) -> Arc<Rotary> {
-        match &self.rotary {
-            Some((from, tables)) if Arc::ptr_eq(from, rotary) => tables.clone(),
+    /// Tables for every position of the cache, shared by the layers that rotate alike.
+    fn rotary_tables(&mut self, rotary: &Rotary) -> Arc<Rotary> {
+        match &self.tables {
+            Some(tables) if tables.is_extension_of(rotary, self.capacity) => tables.clone(),
             _ => {
                 let tables = Arc::new(rotary.with_length(self.capacity));
-                self.rotary = Some((rotary.clone(), tables.clone()));
+                self.tables = Some(tables.clone());
                 tables
             }
         }

@@ -17,6 +17,7 @@ mod tests;
 pub mod text_stream;
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use candle_core::{Device, Tensor};
 use rayon::prelude::*;
@@ -24,6 +25,7 @@ use rayon::prelude::*;
 use crate::base::{MicroBatchSpec, Role};
 use crate::graph::network::{Executor, Network, StepError};
 use crate::kernels::attention::CacheRows;
+use crate::kernels::rotary::Rotary;
 use crate::layers::kv_cache::{CachePass, KvCache};
 use crate::layers::{Mode, PassContext};
 use crate::memory::{Ledger, Reservation};
@@ -114,6 +116,8 @@ pub struct Generator<'a> {
     cache: KvCache,
     /// Networks by new positions per pass.
     networks: BTreeMap<usize, Network>,
+    /// Rotary tables of all of them.
+    tables: Option<Arc<Rotary>>,
     /// The tokens whose keys and values each slot has.
     cached: Vec<Vec<u32>>,
     _reservation: Reservation,
@@ -129,12 +133,13 @@ impl<'a> Generator<'a> {
         ledger: &'a Ledger,
     ) -> Result<Self, GenerateError> {
         check_layout(&inputs.layout()?, &store.layout)?;
-        let decode = inputs.network(1, plan.slots, plan.capacity)?;
+        let decode = inputs.network(1, plan.slots, plan.capacity, None)?;
         let reservation =
             ledger.reserve(Role::Activations, "key-value cache", decode.cache.bytes(inputs.dtype))?;
         Ok(Self {
             cache: KvCache::new(decode.cache, inputs.dtype, store.compute_weights.device())?,
             networks: [(1, decode.network)].into(),
+            tables: decode.tables,
             cached: vec![Vec::new(); plan.slots],
             _reservation: reservation,
             inputs,
@@ -254,17 +259,17 @@ impl<'a> Generator<'a> {
             };
             let wanting: Vec<usize> =
                 rows.iter().filter(|row| row.wants_logits).map(|row| row.slot).collect();
+            let bytes = self.inputs.sampling_bytes(wanting.len());
+            let _sampling = self.ledger.reserve(Role::Workspace, "sampling", bytes)?;
             let choose = |(slot, logits): (&usize, &mut [f32])| {
                 let sequence = active[*slot].as_ref()?;
                 let position = sequence.tokens.len();
                 let token = sampling.choose(logits, &sequence.tokens, sampling.draw(position));
                 Some((*slot, token.ok_or(GenerateError::NotFinite { prompt: sequence.index, position })))
             };
-            let chosen: BTreeMap<usize, Result<u32, GenerateError>> =
+            let mut chosen: BTreeMap<usize, Result<u32, GenerateError>> =
                 wanting.par_iter().zip(logits.par_chunks_mut(self.inputs.vocab)).filter_map(choose).collect();
-            let slots: Vec<usize> = rows.iter().map(|row| row.slot).collect();
-            let mut chosen = chosen;
-            return slots.into_iter().map(|slot| Ok((slot, chosen.remove(&slot).transpose()?))).collect();
+            return rows.iter().map(|row| Ok((row.slot, chosen.remove(&row.slot).transpose()?))).collect();
         }
     }
 
@@ -274,7 +279,8 @@ impl<'a> Generator<'a> {
         // Few lengths, so that few networks are built.
         let length = longest.next_power_of_two().min(self.plan.chunk).max(longest);
         if !self.networks.contains_key(&length) {
-            let built = self.inputs.network(length, self.plan.slots, self.plan.capacity);
+            let (slots, capacity) = (self.plan.slots, self.plan.capacity);
+            let built = self.inputs.network(length, slots, capacity, self.tables.as_ref());
             let built = built.map_err(|error| candle_core::Error::Msg(error.to_string()))?;
             self.networks.insert(length, built.network);
         }

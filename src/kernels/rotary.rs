@@ -53,6 +53,11 @@ impl Rotary {
         Self { length, half: self.half, theta: self.theta, tables: OnceLock::new() }
     }
 
+    /// Whether it is `other` for this many positions.
+    pub fn is_extension_of(&self, other: &Self, length: usize) -> bool {
+        (self.length, self.half, self.theta) == (length, other.half, other.theta)
+    }
+
     /// Bytes of its tables, once they are built.
     pub fn table_bytes(&self) -> u64 {
         (2 * self.length * self.half * size_of::<f32>()) as u64

@@ -3,6 +3,8 @@
 //! Passes are predicted by dry runs of the networks that generate, so the plan cannot diverge from them. The plan takes
 //! as many sequences at once as requested, if they fit, and the largest chunk of a prompt per pass that fits.
 
+use std::sync::Arc;
+
 use candle_core::DType;
 
 use super::estimate::{GEMM_WORKSPACE_BYTES, PROGRAM_HEAP_BYTES, SMALL_ALLOCATION_BYTES};
@@ -13,6 +15,7 @@ use crate::graph::decoding::{DecodingError, DecodingNetwork};
 use crate::graph::network::Executor;
 use crate::job::ModelConfig;
 use crate::kernels::matmul;
+use crate::kernels::rotary::Rotary;
 use crate::memory::Ledger;
 use crate::models::{self, BuiltModel, ModelError};
 use crate::params::ParamLayout;
@@ -65,7 +68,7 @@ pub struct GenerationMemory {
     pub cache: u64,
     /// The program, the buffers that GEMMs keep, and rotary tables.
     pub fixed: u64,
-    /// The larger of a pass over a chunk of every prompt and a pass over one position of every sequence.
+    /// The largest of a pass over a chunk of every prompt, a pass over one position of every sequence, and sampling.
     pub pass: u64,
 }
 
@@ -119,13 +122,15 @@ impl GenerationInputs<'_> {
     }
 
     /// The network for `length` new positions per sequence, over a cache of `slots` sequences of `capacity` positions.
+    /// Shares the tables of another.
     pub fn network(
         &self,
         length: usize,
         slots: usize,
         capacity: usize,
+        tables: Option<&Arc<Rotary>>,
     ) -> Result<DecodingNetwork, GenerationPlanError> {
-        let decoding = self.build(length)?.network.for_decoding(slots, capacity);
+        let decoding = self.build(length)?.network.for_decoding(slots, capacity, tables);
         let decoding = decoding.map_err(|error: DecodingError| self.refuse(error.to_string()))?;
         let network = match self.backend.is_reference() {
             true => decoding.network.on_reference(),
@@ -148,6 +153,18 @@ impl GenerationInputs<'_> {
         ledger.peak()
     }
 
+    /// Bytes of the logits of `rows` sequences on the host, and of the candidates that are drawn from; 0 on a GPU, whose
+    /// memory this is not.
+    pub fn sampling_bytes(&self, rows: usize) -> u64 {
+        let threads = match self.backend {
+            Backend::Cpu { threads } => threads.min(rows),
+            Backend::Reference { on_gpu: false } => rows,
+            Backend::Cuda { .. } | Backend::Reference { on_gpu: true } => return 0,
+        };
+        let (logits, candidates) = (rows * size_of::<f32>(), threads * size_of::<(u32, f32)>());
+        (self.vocab * (logits + candidates)) as u64
+    }
+
     /// What generation with these sizes takes.
     pub fn memory(
         &self,
@@ -155,8 +172,8 @@ impl GenerationInputs<'_> {
         capacity: usize,
         chunk: usize,
     ) -> Result<GenerationMemory, GenerationPlanError> {
-        let decode = self.network(1, slots, capacity)?;
-        let prefill = self.network(chunk, slots, capacity)?;
+        let decode = self.network(1, slots, capacity, None)?;
+        let prefill = self.network(chunk, slots, capacity, None)?;
         let gemm = match self.backend {
             Backend::Cpu { threads } => threads as u64 * matmul::thread_buffer_bytes(self.dtype),
             Backend::Reference { on_gpu: false } => 0,
@@ -168,8 +185,11 @@ impl GenerationInputs<'_> {
         Ok(GenerationMemory {
             weights: self.weight_bytes,
             cache: decode.cache.bytes(self.dtype),
-            fixed: gemm + program + decode.table_bytes,
-            pass: self.pass_bytes(&decode, 1).max(self.pass_bytes(&prefill, chunk)),
+            fixed: gemm + program + decode.table_bytes(),
+            pass: self
+                .pass_bytes(&decode, 1)
+                .max(self.pass_bytes(&prefill, chunk))
+                .max(self.sampling_bytes(slots)),
         })
     }
 }
