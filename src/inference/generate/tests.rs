@@ -253,9 +253,9 @@ fn weights_of_another_model_are_refused() {
     let error = Generator::new(gpt.inputs(), gpt.plan(1, 8, 8), &llama.weights.store, &ledger).err().unwrap();
     let text = error.to_string();
     assert!(text.contains("`transformer.wte.weight` [37, 16]"), "{text}");
-    let shorter = Subject::new(&GPT.replace("context = 24", "context = 23"), DType::F32);
+    let longer = Subject::new(&GPT.replace("context = 24", "context = 25"), DType::F32);
     let error =
-        Generator::new(gpt.inputs(), gpt.plan(1, 8, 8), &shorter.weights.store, &ledger).err().unwrap();
+        Generator::new(gpt.inputs(), gpt.plan(1, 8, 8), &longer.weights.store, &ledger).err().unwrap();
     assert!(error.to_string().contains("`transformer.wpe.weight` [24, 16]"), "{error}");
 }
 
