@@ -86,7 +86,7 @@ impl From<crate::memory::Oom> for GenerateError {
 fn check_layout(expected: &ParamLayout, got: &ParamLayout) -> Result<(), GenerateError> {
     let params = |layout: &ParamLayout| -> Vec<String> {
         let specs = layout.params.in_declaration_order();
-        specs.map(|(spec, offset)| format!("`{}` {:?} at {offset}", spec.name, spec.shape)).collect()
+        specs.map(|(spec, _)| format!("`{}` {:?}", spec.name, spec.shape)).collect()
     };
     let (expected, got) = (params(expected), params(got));
     let longest = expected.len().max(got.len());
