@@ -8,7 +8,7 @@ use std::time::Instant;
 
 use rayon::prelude::*;
 use trainer::data::cache::Cache;
-use trainer::data::table::{self, Dialect, TableFileFormat, TableFiles, TableSettings, TableTask};
+use trainer::data::table::{self, DialectSettings, TableFileFormat, TableFiles, TableSettings, TableTask};
 use trainer::data::{BatchRow, Dataset, DatasetContext, SampleKey, SliceMut};
 
 const BATCH: u64 = 256;
@@ -28,7 +28,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         ..TableSettings::default()
     };
     let ctx = DatasetContext { cache: Cache::at(&cache), ..DatasetContext::default() };
-    let (set, _) = table::open(&files, TableFileFormat::Csv(Dialect::default()), &settings, &ctx)?;
+    let (set, _) = table::open(&files, TableFileFormat::Csv(DialectSettings::default()), &settings, &ctx)?;
     let rows = set.len();
     batch(&*set, 0)?;
     let first = begun.elapsed().as_secs_f64();

@@ -19,6 +19,7 @@ use super::fusion::FusedNode;
 use super::offload::{ActivationOffload, OffloadedTensor, PendingCopy};
 use crate::base::{Backend, MicroBatchSpec, Phase, Role};
 use crate::kernels::linear::{self, WeightLayout};
+use crate::kernels::matmul::GemvScope;
 use crate::kernels::reference::ReferenceScope;
 use crate::kernels::{Activation, host};
 use crate::layers::loss::{Loss, MetricSums, PendingMetricSums};
@@ -234,6 +235,7 @@ impl Network {
         outputs: usize,
     ) -> StepResult<Vec<f32>> {
         let _kernels = ReferenceScope::enter(exec.spec.backend.is_reference());
+        let _gemv = GemvScope::enter();
         let x = self.forward_blocks(exec, inputs)?;
         let width = self.layers().last().and_then(|layer| layer.output_shape().last().copied()).unwrap_or(0);
         let (rows, spec) = (positions.len(), MicroBatchSpec { batch: positions.len(), ..exec.spec });

@@ -24,6 +24,7 @@ use super::im2col::ConvGeometry;
 use super::{Elem, Real};
 use crate::vectorised;
 
+pub use gemv::GemvScope;
 pub(super) use gemv::{add_weighted, dot_rows};
 
 /// A matrix over a slice: element (i, j) is at `i * row_stride + j * col_stride`.

@@ -25,7 +25,7 @@ pub struct TableRows {
 }
 
 enum OpenRows {
-    Csv(RowReader, Dialect),
+    Csv(Box<RowReader>, Dialect),
     Parquet(PathBuf, RowIter<'static>),
 }
 
@@ -70,7 +70,7 @@ impl TableRows {
         let (names, open) = match self.format {
             OpenFormat::Csv(dialect) => {
                 let mut reader = RowReader::open(&path, dialect)?;
-                (reader.read_names()?.names, OpenRows::Csv(reader, dialect))
+                (reader.read_names()?.names, OpenRows::Csv(Box::new(reader), dialect))
             }
             OpenFormat::Parquet => {
                 let file = regular_file::open(&path).map_err(DataError::io(&path))?;

@@ -256,7 +256,10 @@ impl JsonRecords {
 mod tests {
     use super::*;
 
-    fn rows(text: &str) -> Result<(Vec<String>, Vec<(u64, String)>), String> {
+    /// Column names, and rows by their line.
+    type NamedRows = (Vec<String>, Vec<(u64, String)>);
+
+    fn rows(text: &str) -> Result<NamedRows, String> {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("a.json");
         std::fs::write(&path, text).unwrap();

@@ -5,6 +5,8 @@
 //! Each output is summed in an order that depends on the sizes alone. How outputs are divided among threads changes
 //! nothing.
 
+use std::cell::Cell;
+
 use rayon::prelude::*;
 
 use super::{CpuEpilogue, MatView};
@@ -29,9 +31,31 @@ const DOTS: usize = 4;
 /// Rows of `b` that are added at once, so that sums are loaded and stored a quarter as often.
 const UNROLL: usize = 4;
 
+thread_local! {
+    static ENABLED: Cell<bool> = const { Cell::new(false) };
+}
+
+/// While it lives, this thread multiplies a few rows with this kernel. Training does without it: it sums in another order
+/// than a GEMM, and a micro-batch of four samples should round like one of forty.
+pub struct GemvScope {
+    outer: bool,
+}
+
+impl GemvScope {
+    pub fn enter() -> Self {
+        Self { outer: ENABLED.replace(true) }
+    }
+}
+
+impl Drop for GemvScope {
+    fn drop(&mut self) {
+        ENABLED.set(self.outer);
+    }
+}
+
 /// Whether this kernel takes a product of these operands; `transposed_a` as in [`super::gemm_workspace`].
 pub(super) fn supports_sizes(m: usize, transposed_a: bool) -> bool {
-    m <= MAX_ROWS && !transposed_a
+    ENABLED.get() && m <= MAX_ROWS && !transposed_a
 }
 
 pub(super) fn supports<T>(a: &MatView<T>, b: &MatView<T>) -> bool {
@@ -256,6 +280,7 @@ mod tests {
         for transposed in [false, true] {
             let b = values::<T>(n * k, 2);
             let b = if transposed { MatView::new(&b, n, k).t() } else { MatView::new(&b, k, n) };
+            let _scope = GemvScope::enter();
             assert!(supports(&a, &b));
             let expected = reference(&a, &b);
             let within = |got: T, want: f64, (sum, magnitude): (f64, f64)| {
