@@ -70,6 +70,7 @@ extern "C" int pointwise_loss_and_grad(int type, int kind, void *p, const void *
         case SQUARED_ERROR: COMPARE(SQUARED_ERROR); break;
         case HUBER: COMPARE(HUBER); break;
         case BCE_WITH_LOGITS: COMPARE(BCE_WITH_LOGITS); break;
+        case ABSOLUTE_ERROR: COMPARE(ABSOLUTE_ERROR); break;
         default: return cudaErrorInvalidValue;
         }
     })
