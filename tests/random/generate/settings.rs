@@ -100,6 +100,10 @@ fn set_loss(draw: &mut Draw, train: &mut Table, job: &Table, classes: bool) {
         }
         return;
     }
+    // Unless the job says so, the first rows of a table decide whether numbers are classes.
+    if is_table && data.get("task").and_then(Value::as_str) != Some("classes") {
+        return;
+    }
     if draw.chance(0.3) {
         train.set("loss", draw.pick(&["auto", "cross_entropy"]));
     }
