@@ -63,7 +63,7 @@ fn avg_pool2d_backward_cpu<T: Elem>(dy: &Tensor, w: &PoolGeometry) -> Result<Ten
     let (image_len, batch) = (w.height * w.width * c, dy.dim(0)?);
     let inv_count = T::Acc::of_f64(1.0 / (w.size * w.size) as f64);
     let mut dx = cpu::zeros::<T>(batch * image_len);
-    dx.par_chunks_mut(image_len).enumerate().for_each(|(b, dx)| {
+    cpu::parallel_for_chunks(&mut dx, image_len, |b, dx| {
         vectorised!(T, || {
             for (oy, ox) in (0..h * width).map(|i| (i / width, i % width)) {
                 let d = &d[((b * h + oy) * width + ox) * c..][..c];

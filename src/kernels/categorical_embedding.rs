@@ -1,7 +1,6 @@
 //! Embeddings of a sample's categorical columns, concatenated with its numeric columns.
 
 use candle_core::{DType, Result, Tensor, bail};
-use rayon::prelude::*;
 
 use super::{Elem, Real, cpu, reference};
 use crate::{vectorised, with_elem};
@@ -127,7 +126,7 @@ impl CategoricalEmbeddingKernel<'_> {
             let rows = table.rows.div_ceil(GRAD_CHUNKS).max(1);
             let indices = || x.chunks_exact(inputs).map(|x| x[self.num_numeric + i] as usize);
             cpu::with_slice_mut::<T::Acc, _>(grads, |grads| {
-                grads.par_chunks_mut(rows * table.width).enumerate().for_each(|(chunk, grads)| {
+                cpu::parallel_for_chunks(grads, rows * table.width, |chunk, grads| {
                     for (dy, index) in dy.chunks_exact(n).zip(indices()) {
                         let into = index.checked_sub(chunk * rows).map(|row| row * table.width);
                         if let Some(into) = into.and_then(|at| grads.get_mut(at..at + table.width)) {

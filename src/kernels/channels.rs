@@ -58,7 +58,7 @@ impl ChannelLayout {
         body: impl Fn(usize, std::ops::Range<usize>, &mut [R], &mut [R]) + Sync,
     ) -> Vec<R> {
         let mut all = vec![R::ZERO; self.num_partials()];
-        all.par_chunks_mut(2 * self.channels).enumerate().for_each(|(i, pair)| {
+        cpu::parallel_for_chunks(&mut all, 2 * self.channels, |i, pair| {
             let (first, second) = pair.split_at_mut(self.channels);
             let rows = self.chunk_rows(i);
             if !rows.is_empty() {
@@ -138,7 +138,7 @@ pub fn moments<T: Elem>(x: &[T], layout: &ChannelLayout) -> Vec<[Vec<f64>; 2]> {
         }
         [mean, m2]
     };
-    (0..layout.units()).into_par_iter().map(fold).collect()
+    cpu::parallel_map(layout.units(), &fold)
 }
 
 /// Sums rows four at a time, which takes fewer passes over `sums`.
@@ -228,7 +228,7 @@ impl<R: Real> Affine<R> {
             }
             sums
         };
-        (0..layout.units()).into_par_iter().map(fold).collect()
+        cpu::parallel_map(layout.units(), &fold)
     }
 
     /// `dx = scale d - slope (x - mean) - level`; each unit has `[slope, level]` per channel.

@@ -4,7 +4,6 @@
 mod gpu;
 
 use candle_core::{Result, Tensor};
-use rayon::prelude::*;
 
 use super::{Elem, cpu, reference};
 use crate::{vectorised, with_elem};
@@ -85,8 +84,6 @@ fn accumulate_grads<T: Elem>(dy: &Tensor, grads: &ClassTokenKernel, length: usiz
             vectorised!(T, || into.iter_mut().zip(row).for_each(|(a, d)| *a += d.to_acc()));
         }
     };
-    cpu::with_slice_mut::<T::Acc, _>(grads.positions, |table| {
-        table.par_chunks_mut(n).enumerate().for_each(|(t, into)| add(t, into))
-    })?;
+    cpu::with_slice_mut::<T::Acc, _>(grads.positions, |table| cpu::parallel_for_chunks(table, n, add))?;
     cpu::with_slice_mut::<T::Acc, _>(grads.class, |class| add(0, class))
 }

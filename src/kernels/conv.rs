@@ -324,12 +324,12 @@ impl ConvKernel<'_> {
             }
         };
         let other_chunks = || {
-            let chunk_sum = |chunk: usize| {
+            let chunk_sum = |i: usize| {
                 let mut sum = vec![T::Acc::ZERO; n * k];
-                accumulate_chunk(chunk, &mut sum);
+                accumulate_chunk(1 + i, &mut sum);
                 sum
             };
-            (1..chunks).into_par_iter().map(chunk_sum).collect::<Vec<_>>()
+            cpu::parallel_map(chunks - 1, &chunk_sum)
         };
         let ((), partials) = rayon::join(|| accumulate_chunk(0, dweight), other_chunks);
         add_partials(dweight, &partials);

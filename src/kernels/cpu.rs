@@ -2,7 +2,7 @@
 //!
 //! Chunk bounds depend on the sizes alone, so a result depends neither on the number of threads nor on their timing.
 
-use std::cell::Cell;
+use std::cell::RefCell;
 use std::ops::{Deref, Range};
 
 use candle_core::{
@@ -53,9 +53,19 @@ impl<T: WithDType> Deref for View<'_, T> {
 
 /// Passes the values of a contiguous tensor to `body` for writing. All views of its storage see the change.
 pub fn with_slice_mut<T: WithDTypeMut, R>(tensor: &Tensor, body: impl FnOnce(&mut [T]) -> R) -> Result<R> {
-    struct Op<F, T, R>(Cell<Option<F>>, Cell<Option<R>>, std::marker::PhantomData<T>);
+    let (mut body, mut result) = (Some(body), None);
+    write_slice(tensor, &mut |slice| result = body.take().map(|body| body(slice)))?;
+    match result {
+        Some(result) => Ok(result),
+        None => bail!("an in-place kernel did not run"),
+    }
+}
 
-    impl<F: FnOnce(&mut [T]) -> R, T: WithDTypeMut, R> InplaceOp1 for Op<F, T, R> {
+/// Not generic over `body`: candle's `inplace_op1` is a lot of code, and would be compiled for every caller.
+fn write_slice<T: WithDTypeMut>(tensor: &Tensor, body: &mut dyn FnMut(&mut [T])) -> Result<()> {
+    struct Op<'a, T>(RefCell<&'a mut dyn FnMut(&mut [T])>);
+
+    impl<T: WithDTypeMut> InplaceOp1 for Op<'_, T> {
         fn name(&self) -> &'static str {
             "update"
         }
@@ -67,19 +77,12 @@ pub fn with_slice_mut<T: WithDTypeMut, R>(tensor: &Tensor, body: impl FnOnce(&mu
             let Some(slice) = T::slice_mut(storage) else {
                 bail!("CPU kernel: output tensor is not {:?}", T::DTYPE)
             };
-            if let Some(body) = self.0.take() {
-                self.1.set(Some(body(&mut slice[start..end])));
-            }
+            (self.0.borrow_mut())(&mut slice[start..end]);
             Ok(())
         }
     }
 
-    let op = Op(Cell::new(Some(body)), Cell::new(None), std::marker::PhantomData);
-    tensor.inplace_op1(&op)?;
-    match op.1.take() {
-        Some(result) => Ok(result),
-        None => bail!("an in-place kernel did not run"),
-    }
+    tensor.inplace_op1(&Op(RefCell::new(body)))
 }
 
 /// Types whose storage can be written in place.
@@ -177,13 +180,34 @@ pub fn rows_per_chunk(width: usize) -> usize {
     (GRAIN_SIZE / width.max(1)).max(1)
 }
 
+/// Calls `body` with every index below `count`, in parallel. Not generic over `body`, as rayon would be compiled for
+/// every caller.
+pub fn parallel_for(count: usize, body: &(dyn Fn(usize) + Sync)) {
+    (0..count).into_par_iter().for_each(body);
+}
+
+/// The results of `body` for every index below `count`, computed in parallel.
+pub fn parallel_map<R: Send>(count: usize, body: &(dyn Fn(usize) -> R + Sync)) -> Vec<R> {
+    (0..count).into_par_iter().map(body).collect()
+}
+
+/// Calls `body(index, chunk)` on the chunks of `len` values of `all`, in parallel; the last may be shorter.
+pub fn parallel_for_chunks<T: Send>(all: &mut [T], len: usize, body: impl Fn(usize, &mut [T]) + Sync) {
+    let total = all.len();
+    let all = DisjointSliceMut::new(all);
+    parallel_for(total.div_ceil(len), &|i| {
+        // SAFETY: chunks do not overlap, and each index is called once.
+        body(i, unsafe { all.range_mut(i * len, len.min(total - i * len)) })
+    });
+}
+
 /// Calls `body(first_row, rows)` on chunks of rows of `out`, in parallel.
 pub fn parallel_for_rows<T: Send>(out: &mut [T], width: usize, body: impl Fn(usize, &mut [T]) + Sync) {
     let rows = rows_per_chunk(width);
     if out.len() <= rows * width {
         return body(0, out);
     }
-    out.par_chunks_mut(rows * width).enumerate().for_each(|(i, chunk)| body(i * rows, chunk));
+    parallel_for_chunks(out, rows * width, |i, chunk| body(i * rows, chunk));
 }
 
 /// Runs `$body` with `$T` bound to the element type of `$dtype`.

@@ -176,7 +176,7 @@ pub fn weight_gradient<T: Elem>(g: &ConvGeometry, values: &[T], d: &[T]) -> Vec<
         }
         sums
     };
-    (0..parts).into_par_iter().map(run_sum).collect()
+    cpu::parallel_map(parts, &run_sum)
 }
 
 #[inline(always)]

@@ -28,8 +28,7 @@ pub fn apply(x: &Tensor, p: f64, keys: &SampleKeys) -> Result<Tensor> {
         let width = values.len() / x.dim(0)?.max(1);
         let mut y = cpu::uninit::<T>(values.len());
         let scale = <T as Elem>::Acc::of_f64(scale);
-        use rayon::prelude::*;
-        y.par_chunks_mut(width.max(1)).enumerate().for_each(|(row, y)| {
+        cpu::parallel_for_chunks(&mut y, width.max(1), |row, y| {
             let key = keys.for_row(row);
             let x = &values[row * width..][..width];
             for (i, (y, x)) in y.chunks_mut(4).zip(x.chunks(4)).enumerate() {

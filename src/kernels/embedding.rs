@@ -126,7 +126,7 @@ impl EmbeddingKernel<'_> {
         sort_keys.par_sort_unstable();
         let rows = vocab.div_ceil(64).max(1);
         cpu::with_slice_mut::<T::Acc, _>(grads.tokens, |table| {
-            table.par_chunks_mut(rows * n).enumerate().for_each(|(chunk, table)| {
+            cpu::parallel_for_chunks(table, rows * n, |chunk, table| {
                 let first = chunk * rows;
                 let from = sort_keys.partition_point(|p| ((p >> 32) as usize) < first);
                 for sort_key in sort_keys[from..].iter().take_while(|p| ((*p >> 32) as usize) < first + rows)
@@ -138,7 +138,7 @@ impl EmbeddingKernel<'_> {
         })?;
         if let Some(positions) = grads.positions {
             cpu::with_slice_mut::<T::Acc, _>(positions, |table| {
-                table[..length * n].par_chunks_mut(n).enumerate().for_each(|(t, into)| {
+                cpu::parallel_for_chunks(&mut table[..length * n], n, |t, into| {
                     (t..ids.len()).step_by(length).for_each(|i| add(into, row_of(i)));
                 })
             })?;

@@ -26,15 +26,27 @@ fn fold<T: Elem, const N: usize>(
     combine: impl Fn(T::Acc, T::Acc) -> T::Acc,
 ) -> T::Acc {
     let mut lanes = [start; LANES];
-    let (chunks, rests) = (rows.map(|r| r.as_chunks::<LANES>().0), rows.map(|r| r.as_chunks::<LANES>().1));
-    for i in 0..chunks[0].len() {
-        let chunk = chunks.map(|c| &c[i]);
+    // Arrays are filled by loops: `map` would be compiled for each of the many instances of this function.
+    let whole_chunks = rows[0].len() / LANES;
+    for i in 0..whole_chunks {
+        let mut chunk = [&rows[0].as_chunks::<LANES>().0[i]; N];
+        for (chunk, row) in chunk.iter_mut().zip(rows) {
+            *chunk = &row.as_chunks().0[i];
+        }
         for (lane, sum) in lanes.iter_mut().enumerate() {
-            *sum = add(*sum, chunk.map(|c| c[lane].to_acc()));
+            let mut values = [T::Acc::ZERO; N];
+            for (value, chunk) in values.iter_mut().zip(chunk) {
+                *value = chunk[lane].to_acc();
+            }
+            *sum = add(*sum, values);
         }
     }
-    for (i, sum) in lanes.iter_mut().enumerate().take(rests[0].len()) {
-        *sum = add(*sum, rests.map(|r| r[i].to_acc()));
+    for (i, sum) in (whole_chunks * LANES..rows[0].len()).zip(&mut lanes) {
+        let mut values = [T::Acc::ZERO; N];
+        for (value, row) in values.iter_mut().zip(rows) {
+            *value = row[i].to_acc();
+        }
+        *sum = add(*sum, values);
     }
     let mut width = LANES;
     while width > 1 {

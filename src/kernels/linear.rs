@@ -377,7 +377,8 @@ pub(super) fn column_sums<T: Elem>(d: &[T], n: usize) -> Vec<Vec<T::Acc>> {
         });
         sum
     };
-    d.par_chunks(cpu::rows_per_chunk(n) * n).map(chunk_sums).collect()
+    let chunk = cpu::rows_per_chunk(n) * n;
+    cpu::parallel_map(d.len().div_ceil(chunk), &|i| chunk_sums(&d[i * chunk..d.len().min((i + 1) * chunk)]))
 }
 
 /// Adds the partial sums in order.

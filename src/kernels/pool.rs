@@ -108,8 +108,7 @@ pub fn max_backward(indices: &Tensor, dy: &Tensor, w: &PoolGeometry) -> Result<T
         // Windows that tile the image exactly write each pixel once, so `dx` needs no zeroing.
         let disjoint = w.stride == w.size && w.padding == 0 && w.height.is_multiple_of(w.size) && w.width.is_multiple_of(w.size);
         let mut dx = if disjoint { cpu::uninit::<T>(batch * image_len) } else { cpu::zeros::<T>(batch * image_len) };
-        use rayon::prelude::*;
-        dx.par_chunks_mut(image_len).enumerate().for_each(|(b, dx)| match disjoint {
+        cpu::parallel_for_chunks(&mut dx, image_len, |b, dx| match disjoint {
             true => scatter_gradient(&indices, &d, w, b, dx, |_, share| share),
             false => scatter_gradient(&indices, &d, w, b, dx, |there: T, share: T| T::from_acc(there.to_acc() + share.to_acc())),
         });

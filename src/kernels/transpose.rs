@@ -4,7 +4,6 @@
 mod gpu;
 
 use candle_core::{Result, Tensor};
-use rayon::prelude::*;
 
 use super::{Elem, cpu, reference};
 use crate::with_elem;
@@ -22,7 +21,8 @@ pub fn forward(x: &Tensor, rows: usize, cols: usize) -> Result<Tensor> {
     with_elem!(x.dtype(), T => {
         let values = cpu::view::<T>(x)?;
         let mut y = cpu::uninit::<T>(values.len());
-        y.par_chunks_mut(rows * cols).zip(values.par_chunks(rows * cols)).for_each(|(y, x)| transpose_columns(x, y, rows, cols, 0));
+        let matrix = (rows * cols).max(1);
+        cpu::parallel_for_chunks(&mut y, matrix, |i, y| transpose_columns(&values[i * matrix..][..matrix], y, rows, cols, 0));
         cpu::tensor(y, (batch, cols, rows))
     })
 }
@@ -31,7 +31,7 @@ pub fn forward(x: &Tensor, rows: usize, cols: usize) -> Result<Tensor> {
 pub fn matrix<T: Elem>(x: &[T], rows: usize, cols: usize) -> Vec<T> {
     let mut y = cpu::uninit::<T>(x.len());
     let strip = TILE * rows.max(1);
-    y.par_chunks_mut(strip).enumerate().for_each(|(i, y)| transpose_columns(x, y, rows, cols, i * TILE));
+    cpu::parallel_for_chunks(&mut y, strip, |i, y| transpose_columns(x, y, rows, cols, i * TILE));
     y
 }
 

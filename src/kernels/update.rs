@@ -262,7 +262,8 @@ pub fn sum_of_squares(values: &Tensor) -> Result<f64> {
             }
             sums.iter().map(|s| s.as_f64()).sum::<f64>()
         });
-        Ok(values.par_chunks(CHUNK).map(sum).collect::<Vec<_>>().into_iter().sum())
+        let chunks = cpu::parallel_map(values.len().div_ceil(CHUNK), &|i| sum(&values[i * CHUNK..values.len().min((i + 1) * CHUNK)]));
+        Ok(chunks.into_iter().sum())
     })
 }
 
@@ -275,8 +276,8 @@ pub fn cast_into(from: &Tensor, to: &Tensor) -> Result<()> {
     with_elem!(from.dtype(), F => {
         let from = cpu::view::<F>(from)?;
         with_elem!(to.dtype(), T => cpu::with_slice_mut::<T, _>(to, |to| {
-            to.par_chunks_mut(CHUNK).zip(from.par_chunks(CHUNK)).for_each(|(to, from)| vectorised!(T, || {
-                to.iter_mut().zip(from).for_each(|(to, from)| *to = T::from_acc(<T as Elem>::Acc::of_f64(from.to_acc().as_f64())))
+            cpu::parallel_for_chunks(to, CHUNK, |i, to| vectorised!(T, || {
+                to.iter_mut().zip(&from[i * CHUNK..]).for_each(|(to, from)| *to = T::from_acc(<T as Elem>::Acc::of_f64(from.to_acc().as_f64())))
             }))
         }))
     })
@@ -292,8 +293,8 @@ pub fn ema_update(average: &Tensor, values: &Tensor, decay: f64) -> Result<()> {
         let values = cpu::view::<T>(values)?;
         let (keep, rest) = (<T as Elem>::Acc::of_f64(decay), <T as Elem>::Acc::of_f64(1.0 - decay));
         cpu::with_slice_mut::<T, _>(average, |average| {
-            average.par_chunks_mut(CHUNK).zip(values.par_chunks(CHUNK)).for_each(|(average, values)| vectorised!(T, || {
-                average.iter_mut().zip(values).for_each(|(a, v)| *a = T::from_acc(keep * a.to_acc() + rest * v.to_acc()))
+            cpu::parallel_for_chunks(average, CHUNK, |i, average| vectorised!(T, || {
+                average.iter_mut().zip(&values[i * CHUNK..]).for_each(|(a, v)| *a = T::from_acc(keep * a.to_acc() + rest * v.to_acc()))
             }))
         })
     })
@@ -319,5 +320,5 @@ pub fn clear(values: &Tensor) -> Result<()> {
     if !reference::has_cpu_kernel(values) {
         return values.slice_set(&values.zeros_like()?, 0, 0);
     }
-    with_elem!(values.dtype(), T => cpu::with_slice_mut::<T, _>(values, |v| v.par_chunks_mut(CHUNK).for_each(|v| v.fill(T::default()))))
+    with_elem!(values.dtype(), T => cpu::with_slice_mut::<T, _>(values, |v| cpu::parallel_for_chunks(v, CHUNK, |_, v| v.fill(T::default()))))
 }

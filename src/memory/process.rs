@@ -29,8 +29,10 @@ const LOADER_STACK_BYTES: u64 = 96 << 10;
 /// unused ends of the pages of large buffers. Beyond this it is trimmed, see [`ProcessMemory::enforce_limit`].
 const FRAGMENTATION_BYTES: u64 = 4 << 19;
 
-/// Fragments are trimmed when less than this much of the plan is left.
-const TRIM_MARGIN_BYTES: u64 = 1 << 20;
+/// Fragments are trimmed when less than this part of the plan is left, but not less than the first and not more than the
+/// second number of bytes: a larger job leaves larger fragments between two checks.
+const TRIM_MARGIN_FRACTION: u64 = 64;
+const TRIM_MARGIN_BYTES: (u64, u64) = (1 << 20, 4 << 20);
 
 /// The process part is rounded up to this, so that `trainer plan` and the run, which measures again, mostly agree.
 const GRANULARITY: u64 = 1 << 19;
@@ -142,7 +144,8 @@ impl ProcessMemory {
             let pages = text.split(' ').nth(field).and_then(|pages| pages.parse::<u64>().ok());
             pages.unwrap_or(0) * 4096
         };
-        if pages(1) + TRIM_MARGIN_BYTES > planned {
+        let margin = (planned / TRIM_MARGIN_FRACTION).clamp(TRIM_MARGIN_BYTES.0, TRIM_MARGIN_BYTES.1);
+        if pages(1) + margin > planned {
             pressure::trim_malloc();
         }
         let mut recent = RECENT_WORK.lock().unwrap_or_else(PoisonError::into_inner);

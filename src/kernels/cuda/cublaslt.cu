@@ -1,8 +1,8 @@
 // GEMM through cuBLASLt: row-major matrices, with fused accumulation and epilogues.
 //
 // cuBLASLt is column-major, so `D = A B` becomes `D' = B' A'`. The algorithm for each shape is chosen once and cached:
-// the heuristic proposes candidates, and of those with the same result, bit for bit, as the baseline, the fastest wins.
-// Timing thus affects speed and never the result. The caller owns the workspace.
+// the heuristic proposes candidates, and of those whose results have the bits of the baseline's, on the operands of several
+// calls, the fastest wins. Timing thus affects speed and never the result. The caller owns the workspace.
 #include <cublasLt.h>
 #include <mutex>
 #include <map>
@@ -40,10 +40,12 @@ struct Digest {
 
 using Key = std::tuple<int, int, int, int, int, int, int64_t, int, int64_t, int, int, int64_t, int64_t, int>;
 
-// The algorithm chosen for a shape, and how many more times it may be tuned.
+// The algorithm of a shape: the baseline until tuning is done.
 struct CachedAlgo {
     cublasLtMatmulAlgo_t algo;
-    int tries;
+    int calls;         // further calls that may be used for tuning; 0 if it is done
+    int probes;        // results that were compared so far
+    uint32_t agreeing; // candidates that had the bits of the baseline in all of them, as a bit mask
 };
 
 struct GemmContext {
@@ -63,12 +65,12 @@ constexpr size_t DIGEST_BYTES = 256, BIAS_BYTES = 256 << 10;
 
 // Candidates requested from the heuristic, and timed runs of each.
 constexpr int MAX_CANDIDATES = 8, TIMED_RUNS = 3;
-// How often a shape is tuned before its baseline is kept. Tuning decides nothing when most of the result is zero, because
-// then algorithms agree that differ on other data: the gradients below a zero-initialized head in the first update, and
-// those of a head that reads one position of each sequence. The choice would depend on which data came first, and a
-// resumed run would not have the bits of one that was never interrupted.
-constexpr int MAX_TRIES = 4;
-// The result decides if at least one in this many values is not zero.
+// Results that a candidate must agree on, and calls after which the baseline is kept if there were fewer. Algorithms that
+// differ may agree by chance on one result, most easily a small one in half precision. A choice by chance depends on
+// which data came first, and a resumed run would not have the bits of one that was never interrupted.
+constexpr int MIN_PROBES = 4, MAX_CALLS = 16;
+// A result counts only if at least one in this many values is not zero: the gradients below a zero-initialized head are
+// zero in the first update, and most of those of a head that reads one position of each sequence.
 constexpr uint64_t MIN_NONZERO_PART = 4;
 // FLOPs below which a GEMM is too short to be worth tuning.
 constexpr double MIN_TUNED_FLOPS = 1e9;
@@ -152,29 +154,37 @@ int baseline_of(const cublasLtMatmulHeuristicResult_t *candidates, int count) {
     return 0;
 }
 
-// The fastest candidate whose result has the bits of `candidates[base]`. `run(algo)` must be repeatable. `decided` is
-// false if so much of the result was zero that the comparison proves nothing.
+// The part of the candidates in `agreeing` whose result has the bits of `candidates[base]`. `run(algo)` must be
+// repeatable. `counts` is false if so much of the result is zero that the comparison proves nothing.
 template <class F>
-int fastest(GemmContext &context, const GemmArgs &q, const cublasLtMatmulHeuristicResult_t *candidates, int count, int base,
-            cudaStream_t stream, F run, bool &decided) {
+uint32_t compare(GemmContext &context, const GemmArgs &q, const cublasLtMatmulHeuristicResult_t *candidates, int count, int base,
+                 uint32_t agreeing, cudaStream_t stream, F run, bool &counts) {
+    auto result = [&](int i, Digest &digest) {
+        if (run(&candidates[i].algo) == CUBLAS_STATUS_SUCCESS && !compute_digest(context, q, &digest, stream)) return true;
+        cudaGetLastError(); // clears the error of a candidate that failed to load: it is skipped
+        return false;
+    };
     Digest wanted = {}, found = {};
+    counts = result(base, wanted) && wanted.nonzero >= uint64_t(q.m) * q.n / MIN_NONZERO_PART;
+    for (int i = 0; counts && i < count; i++)
+        if (i != base && (agreeing >> i & 1) && !(result(i, found) && found.sum == wanted.sum)) agreeing &= ~(1u << i);
+    return agreeing;
+}
+
+// The fastest of the candidates in `agreeing`.
+template <class F>
+int fastest(GemmContext &context, const cublasLtMatmulHeuristicResult_t *candidates, int count, int base, uint32_t agreeing,
+            cudaStream_t stream, F run) {
     int best = base;
-    float least = 0;
-    for (int n = 0; n < count; n++) {
-        int i = n == 0 ? base : n <= base ? n - 1 : n;
-        if (run(&candidates[i].algo) != CUBLAS_STATUS_SUCCESS || compute_digest(context, q, n == 0 ? &wanted : &found, stream)) {
-            cudaGetLastError(); // clears the error of a candidate that failed to load: it is skipped
-            continue;
-        }
-        if (n > 0 && found.sum != wanted.sum) continue;
-        decided = wanted.nonzero >= uint64_t(q.m) * q.n / MIN_NONZERO_PART;
-        if (!decided) return base;
+    float least = INFINITY;
+    for (int i = 0; i < count; i++) {
+        if (i != base && !(agreeing >> i & 1)) continue;
         cudaEventRecord(context.start_event, stream);
         for (int k = 0; k < TIMED_RUNS; k++) run(&candidates[i].algo);
         cudaEventRecord(context.stop_event, stream);
         float ms = 0;
         if (cudaEventSynchronize(context.stop_event) || cudaEventElapsedTime(&ms, context.start_event, context.stop_event)) continue;
-        if (n == 0 || ms < least) best = i, least = ms;
+        if (ms < least) best = i, least = ms;
     }
     return best;
 }
@@ -249,16 +259,25 @@ int multiply(GemmContext &context, const GemmArgs &q, cudaStream_t stream) {
     bool can_synchronize = capture == cudaStreamCaptureStatusNone; // a capture must not synchronize
     std::lock_guard<std::mutex> guard(context.lock);
     auto cached = context.algo_cache.find(key);
-    if (cached == context.algo_cache.end() || (cached->second.tries > 0 && can_synchronize)) {
+    if (cached == context.algo_cache.end() || (cached->second.calls > 0 && can_synchronize)) {
         if (int error = find_candidates(256)) return error;
-        int best = baseline_of(candidates, count), tries = 0;
-        // A GEMM that accumulates into its own output cannot be repeated, so it is not tuned.
-        if (q.c != q.d && !wide && 2.0 * q.m * q.n * q.k > MIN_TUNED_FLOPS) {
-            bool decided = false;
-            if (can_synchronize) best = fastest(context, q, candidates, count, best, stream, run, decided);
-            tries = decided ? 0 : cached == context.algo_cache.end() ? MAX_TRIES - 1 : cached->second.tries - 1;
+        int base = baseline_of(candidates, count);
+        if (cached == context.algo_cache.end()) {
+            // A GEMM that accumulates into its own output cannot be repeated, so it is not tuned.
+            bool tuned = q.c != q.d && !wide && 2.0 * q.m * q.n * q.k > MIN_TUNED_FLOPS;
+            cached = context.algo_cache.insert({key, CachedAlgo{candidates[base].algo, tuned ? MAX_CALLS : 0, 0, ~0u}}).first;
         }
-        cached = context.algo_cache.insert_or_assign(key, CachedAlgo{candidates[best].algo, tries}).first;
+        CachedAlgo &tuning = cached->second;
+        if (tuning.calls > 0 && can_synchronize) {
+            bool counts = false;
+            tuning.agreeing = compare(context, q, candidates, count, base, tuning.agreeing, stream, run, counts);
+            tuning.calls--;
+            tuning.probes += counts;
+            if (tuning.probes == MIN_PROBES) {
+                tuning.algo = candidates[fastest(context, candidates, count, base, tuning.agreeing, stream, run)].algo;
+                tuning.calls = 0;
+            }
+        }
     }
     cublasStatus_t status = run(&cached->second.algo);
     // For odd sizes and an unaligned bias, cuBLASLt proposes kernels that it then refuses to launch: retry with others.
@@ -268,7 +287,7 @@ int multiply(GemmContext &context, const GemmArgs &q, cudaStream_t stream) {
         for (int i = 0; i < count && status != CUBLAS_STATUS_SUCCESS; i++) {
             cudaGetLastError(); // clears the error of the refused kernel
             status = run(&candidates[i].algo);
-            if (status == CUBLAS_STATUS_SUCCESS) cached->second = CachedAlgo{candidates[i].algo, 0};
+            if (status == CUBLAS_STATUS_SUCCESS) cached->second = CachedAlgo{candidates[i].algo, 0, 0, 0};
         }
     }
     return status == CUBLAS_STATUS_SUCCESS ? 0 : CUBLAS_ERRORS + status;

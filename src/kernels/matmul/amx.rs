@@ -11,9 +11,7 @@ use std::arch::x86_64::*;
 use std::mem::MaybeUninit;
 use std::ops::Range;
 
-use rayon::prelude::*;
-
-use super::super::cpu::DisjointSliceMut;
+use super::super::cpu::{DisjointSliceMut, parallel_for, parallel_for_chunks};
 use super::super::dispatch::{Dispatch, dispatch};
 use super::super::im2col::ConvGeometry;
 use super::amx_tiles::{TILE_BYTES, TILE_DIM, TILE_K, TileConfigGuard};
@@ -297,9 +295,7 @@ unsafe fn gemm_operands<A: Operand, O: AmxElem>(
             unsafe { b.pack(i * TILE_DIM, inner.clone(), !options.swap_operands, to.as_mut_ptr().cast()) }
         };
         match options.threading {
-            Threading::Parallel => {
-                packed.par_chunks_mut(panel_tiles).enumerate().with_min_len(4).for_each(pack)
-            }
+            Threading::Parallel => parallel_for_chunks(&mut packed, panel_tiles, |i, to| pack((i, to))),
             Threading::Serial => packed.chunks_mut(panel_tiles).enumerate().for_each(pack),
         }
         let is_last = slice + 1 == slices.count;
@@ -326,10 +322,10 @@ unsafe fn gemm_operands<A: Operand, O: AmxElem>(
             // SAFETY: the caller upholds the contract, and no two tasks share both a row panel and a column panel.
             unsafe { gemm_slice.compute(rows, columns * j / column_tasks..columns * (j + 1) / column_tasks) }
         };
-        let tasks = 0..rows.div_ceil(panels_per_task) * column_tasks;
+        let tasks = rows.div_ceil(panels_per_task) * column_tasks;
         match options.threading {
-            Threading::Parallel => tasks.into_par_iter().for_each(run_task),
-            Threading::Serial => tasks.for_each(run_task),
+            Threading::Parallel => parallel_for(tasks, &run_task),
+            Threading::Serial => (0..tasks).for_each(run_task),
         }
     }
 }

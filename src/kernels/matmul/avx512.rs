@@ -6,9 +6,8 @@
 
 use std::arch::x86_64::*;
 
-use rayon::prelude::*;
-
 use super::MatView;
+use crate::kernels::cpu::parallel_for;
 
 /// f32 lanes of a vector.
 const LANES: usize = 16;
@@ -72,7 +71,7 @@ pub(super) unsafe fn gemm_parallel(
     // SAFETY: the operands are only read, and every thread writes its own rows or columns.
     unsafe impl Sync for SharedOperands {}
     let shared = &SharedOperands { o: Operands::new(&a, &b), out: out.as_mut_ptr() };
-    (0..size.div_ceil(chunk)).into_par_iter().for_each(|index| {
+    parallel_for(size.div_ceil(chunk), &|index| {
         let (first, count) = (index * chunk, chunk.min(size - index * chunk));
         let SharedOperands { mut o, mut out } = *shared;
         // SAFETY: the caller's contract for all rows and columns holds for `count` of them from `first` on.

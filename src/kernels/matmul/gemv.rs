@@ -7,11 +7,9 @@
 
 use std::cell::Cell;
 
-use rayon::prelude::*;
-
 use super::{CpuEpilogue, MatView};
 use crate::kernels::clamp::clamp;
-use crate::kernels::cpu::{DisjointSliceMut, acc_bytes, threads, uninit};
+use crate::kernels::cpu::{DisjointSliceMut, acc_bytes, parallel_for, threads, uninit};
 use crate::kernels::lanes::LANES;
 use crate::kernels::{Elem, Real};
 use crate::vectorised;
@@ -108,7 +106,7 @@ pub(super) fn gemv<T: Elem, O: Elem<Acc = T::Acc>>(
     let tasks = n.div_ceil(columns);
     match k * n <= SERIAL_WEIGHTS {
         true => (0..tasks).for_each(task),
-        false => (0..tasks).into_par_iter().for_each(task),
+        false => parallel_for(tasks, &task),
     }
 }
 
