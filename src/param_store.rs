@@ -1,27 +1,31 @@
 //! The flat buffers behind a `ParamLayout`, and their views.
 
+use std::ops::Range;
+
 use candle_core::{DType, Device, Result, Tensor};
 use rayon::prelude::*;
 
 use crate::base::random::{RngKey, stream_id};
 use crate::kernels::update::cast_into;
-use crate::params::{FlatLayout, ParamInit, ParamLayout};
+use crate::params::{FlatLayout, ParamId, ParamInit, ParamLayout, TensorSpec};
 
 const INIT_STREAM: u64 = stream_id("init");
 
 /// Master weights, the compute copy, gradients and statistics, with one view per name.
 pub struct ParamStore {
     pub layout: ParamLayout,
-    /// Master weights, flat: f32 (f64 in tests that use finite differences).
+    /// Master weights of the trained parameters, flat: f32 (f64 in tests that use finite differences).
     pub master_weights: Tensor,
-    /// The same values in the compute dtype; the same buffer if that is the master dtype.
+    /// All parameters in the compute dtype. Begins with the values of the master weights: a view of this buffer if that
+    /// is their dtype.
     pub compute_weights: Tensor,
-    /// Gradients, flat, in the master dtype.
+    /// Gradients of the trained parameters, flat, in the master dtype.
     pub grads: Tensor,
     /// Running statistics, flat, in the master dtype.
     pub stats: Tensor,
     weight_views: Vec<Tensor>,
-    grad_views: Vec<Tensor>,
+    /// `None` for a frozen parameter.
+    grad_views: Vec<Option<Tensor>>,
     stat_views: Vec<Tensor>,
 }
 
@@ -29,16 +33,25 @@ impl ParamStore {
     /// Allocates everything and initializes it from the seed alone.
     pub fn new(layout: ParamLayout, seed: u64, compute_dtype: DType, device: &Device) -> Result<Self> {
         let master_dtype = if compute_dtype == DType::F64 { DType::F64 } else { DType::F32 };
-        let buffer = |flat: &FlatLayout| init_values(flat, seed, master_dtype, device);
-        let (master_weights, stats) = (buffer(&layout.params)?, buffer(&layout.stats)?);
-        let compute_weights = if compute_dtype == master_dtype {
-            master_weights.clone()
+        let (params, trained_len) = (&layout.params, layout.params.trained_len);
+        let stats = init_values(layout.stats.iter(), layout.stats.len, seed, master_dtype, device)?;
+        let (master_weights, compute_weights) = if compute_dtype == master_dtype {
+            let all = init_values(params.iter(), params.len, seed, master_dtype, device)?;
+            (all.narrow(0, 0, trained_len)?, all)
         } else {
-            zeros(layout.params.len, compute_dtype, device)?
+            let master = init_values(params.trained(), trained_len, seed, master_dtype, device)?;
+            let compute = zeros(params.len, compute_dtype, device)?;
+            // One at a time: frozen parameters may be most of the model, and have no master weights.
+            for (spec, range) in params.frozen().filter(|(_, range)| !range.is_empty()) {
+                let into = compute.narrow(0, trained_len + range.start, range.len())?;
+                let alone = std::iter::once((spec, 0..range.len()));
+                cast_into(&init_values(alone, range.len(), seed, master_dtype, device)?, &into)?;
+            }
+            (master, compute)
         };
-        let grads = zeros(layout.params.len, master_dtype, device)?;
-        let weight_views = views(&layout.params, &compute_weights)?;
-        let grad_views = views(&layout.params, &grads)?;
+        let grads = zeros(trained_len, master_dtype, device)?;
+        let weight_views = views(params, &compute_weights)?;
+        let grad_views = trained_views(params, &grads)?;
         let stat_views = views(&layout.stats, &stats)?;
         let store = Self {
             layout,
@@ -75,16 +88,32 @@ impl ParamStore {
     pub fn sync_compute_weights(&self) -> Result<()> {
         match self.compute_weights.dtype() == self.master_weights.dtype() {
             true => Ok(()),
-            false => cast_into(&self.master_weights, &self.compute_weights),
+            false => {
+                let trained = self.compute_weights.narrow(0, 0, self.layout.params.trained_len)?;
+                cast_into(&self.master_weights, &trained)
+            }
         }
+    }
+
+    /// The frozen parameters, flat, in the compute dtype.
+    pub fn frozen_weights(&self) -> Result<Tensor> {
+        let (len, trained_len) = (self.layout.params.len, self.layout.params.trained_len);
+        self.compute_weights.narrow(0, trained_len, len - trained_len)
     }
 
     pub fn weight_views(&self) -> &[Tensor] {
         &self.weight_views
     }
 
-    pub fn grad_views(&self) -> &[Tensor] {
-        &self.grad_views
+    /// The gradient of a parameter; `None` if it is frozen.
+    pub fn grad(&self, id: ParamId) -> Option<&Tensor> {
+        self.grad_views.get(id.index)?.as_ref()
+    }
+
+    /// The gradients of trained parameters, in declaration order.
+    #[cfg(test)]
+    pub fn grad_views(&self) -> Vec<&Tensor> {
+        self.grad_views.iter().flatten().collect()
     }
 
     pub fn stat_views(&self) -> &[Tensor] {
@@ -92,9 +121,16 @@ impl ParamStore {
     }
 }
 
-fn init_values(flat: &FlatLayout, seed: u64, dtype: DType, device: &Device) -> Result<Tensor> {
-    let mut values = vec![0f32; flat.len];
-    for (spec, range) in flat.iter() {
+/// The initial values of these parameters, `len` in all.
+fn init_values<'a>(
+    params: impl Iterator<Item = (&'a TensorSpec, Range<usize>)>,
+    len: usize,
+    seed: u64,
+    dtype: DType,
+    device: &Device,
+) -> Result<Tensor> {
+    let mut values = vec![0f32; len];
+    for (spec, range) in params {
         let random = RngKey::new(seed, INIT_STREAM).fold_in(stream_id(&spec.name));
         let draw = |i: usize| match spec.init {
             ParamInit::Constant(value) => value as f32,
@@ -106,7 +142,7 @@ fn init_values(flat: &FlatLayout, seed: u64, dtype: DType, device: &Device) -> R
     if values.is_empty() {
         return zeros(0, dtype, device);
     }
-    Tensor::from_vec(values, flat.len, device)?.to_dtype(dtype)
+    Tensor::from_vec(values, len, device)?.to_dtype(dtype)
 }
 
 /// CUDA cannot allocate zero bytes: on a GPU, an empty tensor is a view of a longer one.
@@ -119,6 +155,15 @@ fn views(flat: &FlatLayout, buffer: &Tensor) -> Result<Vec<Tensor>> {
     flat.in_declaration_order()
         .map(|(spec, offset)| buffer.narrow(0, offset, spec.len())?.reshape(spec.stored_shape()))
         .collect()
+}
+
+/// Views of a buffer that begins with the trained parameters and may end there.
+fn trained_views(flat: &FlatLayout, buffer: &Tensor) -> Result<Vec<Option<Tensor>>> {
+    let view = |(spec, offset): (&TensorSpec, usize)| match offset < flat.trained_len {
+        true => buffer.narrow(0, offset, spec.len())?.reshape(spec.stored_shape()).map(Some),
+        false => Ok(None),
+    };
+    flat.in_declaration_order().map(view).collect()
 }
 
 #[cfg(test)]

@@ -1,14 +1,24 @@
 //! Parameters, gradients and running statistics, each one flat buffer with named views.
 //!
 //! A model declares what it needs in a [`ParamRegistry`]; that alone determines the layout, so planning allocates
-//! nothing. [`ParamStore`](crate::param_store::ParamStore) holds the buffers. Matrices come first, and both groups are sorted by name, so that weight
-//! decay applies to one range and an update is one pass.
+//! nothing. [`ParamStore`](crate::param_store::ParamStore) holds the buffers. Trained parameters come first, so that
+//! gradients and optimizer state are as long as those; within a group matrices come first, so that weight decay applies
+//! to one range; then names are in order. An update is one pass per group, and a job without `train.groups` has one.
+
+pub mod rules;
 
 use std::collections::BTreeMap;
+use std::ops::Range;
+
+pub use rules::{ParamRules, RulesError};
 
 /// A parameter, by declaration order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct ParamId(pub(crate) usize);
+pub struct ParamId {
+    pub(crate) index: usize,
+    /// Training updates it: it has a gradient and optimizer state. If not, it is frozen.
+    pub(crate) trained: bool,
+}
 
 /// A running statistic, by declaration order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -70,34 +80,60 @@ pub struct DuplicateName(pub String);
 #[derive(Clone, Debug, Default)]
 pub struct ParamRegistry {
     params: Vec<TensorSpec>,
+    placements: Vec<Placement>,
     stats: Vec<TensorSpec>,
+    rules: ParamRules,
+    /// Pairs of a parameter and another name that it has.
+    aliases: Vec<(String, String)>,
+}
+
+/// Where a parameter belongs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Placement {
+    trained: bool,
+    /// 0, or one more than the index of the job's group.
+    group: usize,
+}
+
+impl Placement {
+    const DEFAULT: Self = Self { trained: true, group: 0 };
 }
 
 impl ParamRegistry {
+    /// Parameters are frozen and grouped by these rules.
+    pub fn with_rules(rules: ParamRules) -> Self {
+        Self { rules, ..Self::default() }
+    }
+
+    /// The rules that match `alias` also apply to the parameter `name`, which is declared afterwards.
+    pub fn alias(&mut self, name: impl Into<String>, alias: impl Into<String>) {
+        self.aliases.push((name.into(), alias.into()));
+    }
+
+    fn declare(&mut self, spec: TensorSpec) -> ParamId {
+        let aliases = self.aliases.iter().filter(|(name, _)| *name == spec.name).map(|(_, alias)| alias);
+        let names: Vec<&str> = std::iter::once(&spec.name).chain(aliases).map(String::as_str).collect();
+        let placement = self.rules.place(&names);
+        let id = ParamId { index: self.params.len(), trained: placement.trained };
+        self.params.push(spec);
+        self.placements.push(placement);
+        id
+    }
+
     pub fn param(
         &mut self,
         name: impl Into<String>,
         shape: impl Into<Vec<usize>>,
         init: ParamInit,
     ) -> ParamId {
-        self.params.push(TensorSpec {
-            name: name.into(),
-            shape: shape.into(),
-            init,
-            memory_format: MemoryFormat::Contiguous,
-        });
-        ParamId(self.params.len() - 1)
+        let (name, shape, memory_format) = (name.into(), shape.into(), MemoryFormat::Contiguous);
+        self.declare(TensorSpec { name, shape, init, memory_format })
     }
 
     /// A convolution weight, declared as (out, in, height, width).
     pub fn conv_weight(&mut self, name: impl Into<String>, shape: [usize; 4], init: ParamInit) -> ParamId {
-        self.params.push(TensorSpec {
-            name: name.into(),
-            shape: shape.into(),
-            init,
-            memory_format: MemoryFormat::ChannelsLast,
-        });
-        ParamId(self.params.len() - 1)
+        let (name, shape, memory_format) = (name.into(), shape.into(), MemoryFormat::ChannelsLast);
+        self.declare(TensorSpec { name, shape, init, memory_format })
     }
 
     /// A statistic that the forward pass updates, not the optimizer.
@@ -111,6 +147,17 @@ impl ParamRegistry {
         StatId(self.stats.len() - 1)
     }
 
+    /// Checks that every rule matches a parameter, and that one is trained.
+    pub fn check_rules(&self) -> Result<(), RulesError> {
+        let names = self.params.iter().map(|spec| spec.name.as_str());
+        self.rules
+            .check(&names.chain(self.aliases.iter().map(|(_, alias)| alias.as_str())).collect::<Vec<_>>())?;
+        match self.placements.is_empty() || self.placements.iter().any(|placement| placement.trained) {
+            true => Ok(()),
+            false => Err(RulesError::AllFrozen),
+        }
+    }
+
     /// Lays out all parameters and statistics.
     pub fn into_layout(self) -> Result<ParamLayout, DuplicateName> {
         let mut names = BTreeMap::new();
@@ -119,8 +166,9 @@ impl ParamRegistry {
                 return Err(DuplicateName(spec.name.clone()));
             }
         }
-        let params = FlatLayout::new(self.params);
-        let stats = FlatLayout::new(self.stats);
+        let stats = vec![Placement::DEFAULT; self.stats.len()];
+        let stats = FlatLayout::new(self.stats, &stats, &ParamRules::default());
+        let params = FlatLayout::new(self.params, &self.placements, &self.rules);
         Ok(ParamLayout { params, stats })
     }
 }
@@ -143,31 +191,70 @@ pub struct FlatLayout {
     buffer_order: Vec<usize>,
     /// Number of values in the buffer.
     pub len: usize,
-    /// How many of them, from the start, belong to matrices: the range of weight decay.
+    /// How many of them, from the start, are trained: as many have a gradient and optimizer state.
+    pub trained_len: usize,
+    /// The trained values by group, in buffer order. Not empty groups only, except for a buffer without values.
+    pub groups: Vec<ParamGroup>,
+}
+
+/// Trained parameters that an update treats alike.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ParamGroup {
+    pub range: Range<usize>,
+    /// How many of its values, from the start, belong to matrices: the range of weight decay.
     pub decayed_len: usize,
+    /// Factor on the learning rate.
+    pub lr_scale: f64,
+    /// In place of the optimizer's.
+    pub weight_decay: Option<f64>,
 }
 
 impl FlatLayout {
-    fn new(specs: Vec<TensorSpec>) -> Self {
+    fn new(specs: Vec<TensorSpec>, placements: &[Placement], rules: &ParamRules) -> Self {
         let mut buffer_order: Vec<usize> = (0..specs.len()).collect();
-        buffer_order.sort_by_key(|&i| (specs[i].shape.len() < 2, &specs[i].name));
-        let (mut len, mut decayed_len) = (0, 0);
+        buffer_order.sort_by_key(|&i| {
+            let Placement { trained, group } = placements[i];
+            (!trained, if trained { group } else { 0 }, specs[i].shape.len() < 2, &specs[i].name)
+        });
+        let (mut len, mut trained_len) = (0, 0);
         let mut offsets = vec![0; specs.len()];
+        let mut groups: Vec<(usize, ParamGroup)> = Vec::new();
         for &i in &buffer_order {
             offsets[i] = len;
             len += specs[i].len();
-            if specs[i].shape.len() >= 2 {
-                decayed_len = len;
+            let Placement { trained: true, group: number } = placements[i] else { continue };
+            trained_len = len;
+            if groups.last().is_none_or(|(last, _)| *last != number) {
+                groups.push((number, rules.new_group(number, offsets[i])));
+            }
+            if let Some((_, group)) = groups.last_mut() {
+                group.range.end = len;
+                if specs[i].shape.len() >= 2 {
+                    group.decayed_len = group.range.len();
+                }
             }
         }
-        Self { specs, offsets, buffer_order, len, decayed_len }
+        let groups = groups.into_iter().map(|(_, group)| group).collect();
+        Self { specs, offsets, buffer_order, len, trained_len, groups }
     }
 
     /// Specs and ranges in buffer order.
-    pub fn iter(&self) -> impl Iterator<Item = (&TensorSpec, std::ops::Range<usize>)> {
+    pub fn iter(&self) -> impl Iterator<Item = (&TensorSpec, Range<usize>)> {
         self.buffer_order
             .iter()
             .map(|&i| (&self.specs[i], self.offsets[i]..self.offsets[i] + self.specs[i].len()))
+    }
+
+    /// The trained ones of [`iter`](Self::iter).
+    pub fn trained(&self) -> impl Iterator<Item = (&TensorSpec, Range<usize>)> {
+        self.iter().take_while(|(_, range)| range.start < self.trained_len)
+    }
+
+    /// The frozen ones of [`iter`](Self::iter), with ranges that count from the first of them.
+    pub fn frozen(&self) -> impl Iterator<Item = (&TensorSpec, Range<usize>)> {
+        self.iter()
+            .skip_while(|(_, range)| range.start < self.trained_len)
+            .map(|(spec, range)| (spec, range.start - self.trained_len..range.end - self.trained_len))
     }
 
     /// Specs and offsets in declaration order.
@@ -194,7 +281,103 @@ mod tests {
         let flat = registry.into_layout().unwrap().params;
         let names: Vec<_> = flat.iter().map(|(spec, range)| (spec.name.as_str(), range)).collect();
         assert_eq!(names, [("a.weight", 0..4), ("b.weight", 4..10), ("b.bias", 10..13)]);
-        assert_eq!((flat.len, flat.decayed_len), (13, 10));
+        assert_eq!((flat.len, flat.trained_len), (13, 13));
+        let group = ParamGroup { range: 0..13, decayed_len: 10, lr_scale: 1.0, weight_decay: None };
+        assert_eq!(flat.groups, [group]);
+    }
+
+    fn layout(train: &str) -> FlatLayout {
+        let mut registry = ParamRegistry::with_rules(ParamRules::new(&train_config(train)));
+        registry.alias("a.weight", "tied.weight");
+        registry.param("a.weight", [2, 2], ParamInit::Normal(1.0));
+        registry.param("b.0.weight", [3, 2], ParamInit::Normal(1.0));
+        registry.param("b.0.bias", [3], ParamInit::Constant(0.0));
+        registry.param("b.10.weight", [5, 2], ParamInit::Normal(1.0));
+        registry.param("head.weight", [1, 2], ParamInit::Normal(1.0));
+        registry.param("head.bias", [1], ParamInit::Constant(0.0));
+        registry.check_rules().unwrap();
+        registry.into_layout().unwrap().params
+    }
+
+    pub(super) fn train_config(train: &str) -> crate::job::TrainConfig {
+        toml::from_str(&format!("epochs = 1\n{train}")).unwrap()
+    }
+
+    fn trained_names(flat: &FlatLayout) -> Vec<&str> {
+        flat.trained().map(|(spec, _)| spec.name.as_str()).collect()
+    }
+
+    #[test]
+    fn frozen_parameters_come_last() {
+        let flat = layout("freeze = ['b.*', '*.bias']");
+        assert_eq!(trained_names(&flat), ["a.weight", "head.weight"]);
+        assert_eq!((flat.len, flat.trained_len), (26, 6));
+        let frozen: Vec<_> = flat.frozen().map(|(spec, range)| (spec.name.as_str(), range)).collect();
+        let expected =
+            [("b.0.weight", 0..6), ("b.10.weight", 6..16), ("b.0.bias", 16..19), ("head.bias", 19..20)];
+        assert_eq!(frozen, expected);
+    }
+
+    #[test]
+    fn the_last_pattern_that_matches_decides() {
+        assert_eq!(trained_names(&layout("freeze = ['*', '!head.*']")), ["head.weight", "head.bias"]);
+        assert_eq!(trained_names(&layout("freeze = ['*', '!head', 'head.bias']")), ["head.weight"]);
+    }
+
+    #[test]
+    fn a_pattern_names_a_parameter_or_a_module() {
+        let all = ["a.weight", "b.10.weight", "head.weight", "head.bias"];
+        assert_eq!(
+            trained_names(&layout("freeze = 'b.0'")),
+            ["a.weight", "b.10.weight", "head.weight", "head.bias"]
+        );
+        assert_eq!(trained_names(&layout("freeze = 'b.0.*'")), all);
+        assert_eq!(trained_names(&layout("freeze = 'b.?'")), all);
+    }
+
+    #[test]
+    fn a_tied_parameter_answers_to_both_names() {
+        for name in ["a.weight", "tied.weight", "tied"] {
+            let flat = layout(&format!("freeze = '{name}'"));
+            assert_eq!(
+                flat.frozen().map(|(spec, _)| spec.name.as_str()).collect::<Vec<_>>(),
+                ["a.weight"],
+                "{name}"
+            );
+        }
+    }
+
+    #[test]
+    fn groups_are_ranges() {
+        let flat = layout(
+            "freeze = 'a'\n[[groups]]\nparams = 'b'\nlr_scale = 0.1\n[[groups]]\nparams = ['b.10.*', 'head.bias']\nweight_decay = 0.0",
+        );
+        let group = |range, decayed_len, lr_scale, weight_decay| ParamGroup {
+            range,
+            decayed_len,
+            lr_scale,
+            weight_decay,
+        };
+        let expected =
+            [group(0..2, 2, 1.0, None), group(2..11, 6, 0.1, None), group(11..22, 10, 1.0, Some(0.0))];
+        assert_eq!(flat.groups, expected);
+        assert_eq!((flat.trained_len, flat.len), (22, 26));
+    }
+
+    #[test]
+    fn rules_that_match_nothing_are_refused() {
+        let error = |train: &str| {
+            let mut registry = ParamRegistry::with_rules(ParamRules::new(&train_config(train)));
+            for name in ["backbone.0.weight", "backbone.0.bias", "head.weight"] {
+                registry.param(name, [1], ParamInit::Constant(0.0));
+            }
+            registry.check_rules().unwrap_err().to_string()
+        };
+        let message = error("freeze = 'backbon.*'");
+        assert!(message.contains("`backbon.*`") && message.contains("`backbone.0.bias`"), "{message}");
+        assert!(error("freeze = ['*', '!haed.*']").contains("`head.weight`"));
+        assert!(error("[[groups]]\nparams = 'nothing'").contains("`train.groups`"));
+        assert_eq!(error("freeze = ['backbone', 'head']"), RulesError::AllFrozen.to_string());
     }
 
     #[test]

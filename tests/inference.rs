@@ -5,7 +5,7 @@ use std::path::Path;
 
 use serde_json::Value;
 
-use crate::harness::{Finished, job_folder, trainer};
+use crate::harness::{Finished, job_folder, newest_checkpoint, trainer};
 
 /// A table of two numbers and a category; the class depends on all of them.
 fn table(rows: usize, first: usize) -> String {
@@ -218,7 +218,8 @@ fn losses_and_early_stopping_are_keys_of_the_job() {
     assert!(resume(&["stop.patience=1", "stop.min_delta=0.5"]) > stopped);
 }
 
-/// A model trained on ten classes is fine-tuned to two, and is then better than one that begins with nothing.
+/// A model trained on ten classes is fine-tuned to two, in full and by its head alone, and is then better than one that
+/// begins with nothing.
 #[test]
 fn a_trained_model_is_fine_tuned_to_other_classes() {
     let job = |classes: &str, extra: &str| {
@@ -255,7 +256,19 @@ fn a_trained_model_is_fine_tuned_to_other_classes() {
     assert!(text.contains("there and [2, 48] here"), "{text}");
     let text = fit("tuned", "epochs = 40\ninit = 'ten'\ninit_head = 'auto'").expect(0).stderr;
     assert!(text.contains("2 tensors matched; new layers.1.weight, layers.1.bias"), "{text}");
+    let head = "epochs = 40\ninit = 'ten'\ninit_head = 'auto'\nfreeze = ['*', '!layers.1']";
+    let text = fit("head", head).expect(0).stderr;
+    assert!(text.contains("242 parameters, 98 trained"), "{text}");
     fit("scratch", "epochs = 40").expect(0);
     let loss = |run: &str| last_eval(&at.join(run))["metrics"]["valid.loss"].as_f64().unwrap();
-    assert!(loss("tuned") < loss("scratch"), "{} {}", loss("tuned"), loss("scratch"));
+    for tuned in ["tuned", "head"] {
+        assert!(loss(tuned) < loss("scratch"), "{tuned}: {} {}", loss(tuned), loss("scratch"));
+    }
+    let weights =
+        |run: &str| crate::freeze::tensors(&newest_checkpoint(&at.join(run)).join("model.safetensors"));
+    let (ten, head, tuned) = (weights("ten"), weights("head"), weights("tuned"));
+    for name in ["layers.0.weight", "layers.0.bias"] {
+        assert!(ten[name] == head[name], "{name} is frozen");
+        assert!(ten[name] != tuned[name], "{name} is trained");
+    }
 }

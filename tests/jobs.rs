@@ -108,6 +108,19 @@ fn contradictions() {
 }
 
 #[test]
+fn patterns_match_parameters() {
+    check("freeze_no_match", &format!("{GOOD}freeze = [\"layer.0.*\", \"!*.bias\"]\n"));
+    snapshot("freeze_no_match_plan", format!("{GOOD}freeze = \"layer.0\"\n"), &["plan", "job.toml"]);
+    check("freeze_everything", &format!("{GOOD}freeze = \"*\"\n"));
+    check("freeze_random", &format!("{GOOD}freeze = \"layers.0\"\n"));
+    check("freeze_no_pattern", &format!("{GOOD}freeze = [\"layers.[0\"]\n"));
+    check("groups_no_match", &format!("{GOOD}[[train.groups]]\nparams = \"head\"\nlr_scale = 10\n"));
+    check("groups_mistakes", &format!("{GOOD}[[train.groups]]\nparam = \"*\"\nlr_scale = 0\n"));
+    let job = format!("{GOOD}freeze = [\"*\", \"!layers.1\"]\n");
+    snapshot("plan_with_frozen_parameters", job, &["plan", "job.toml", "--ram", "1GiB"]);
+}
+
+#[test]
 fn lists_are_checked_item_by_item() {
     let job = "[model]\nkind = \"cnn\"\nhidden = [128, \"x\", 0]\n\
                stages = [{ channels = 8 }, { kernel = 3, chanels = 8 }]\n\

@@ -13,6 +13,7 @@ mod faults;
 #[allow(dead_code)]
 #[path = "../src/data/images/fixtures.rs"]
 mod fixtures;
+mod freeze;
 mod generate;
 mod harness;
 mod images;

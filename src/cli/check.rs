@@ -9,6 +9,7 @@ use crate::base::units::{Bytes, format_count};
 use crate::job::{Job, RunLength};
 use crate::layers::Layer;
 use crate::report::data;
+use crate::report::plan::parameter_counts;
 use crate::train::Failure;
 use crate::train::setup::Setup;
 
@@ -33,13 +34,15 @@ impl CheckArgs {
         setup.initial_weights()?;
         let (sets, skip_bad) = (&setup.datasets, setup.loader_options(1, 0).skip_bad);
         let preview = data::preview(sets.train.as_ref(), sets.valid.as_ref(), setup.job.seed, skip_bad);
-        let preview = preview.map_err(Failure::from)?;
+        let mut preview = preview.map_err(Failure::from)?;
+        preview.warnings.extend(frozen_at_random(&setup));
         if common.json {
             let layers: Vec<Value> = layer_rows(&setup).iter().map(LayerRow::json).collect();
             print_line(json!({
                 "ok": true,
                 "data": preview,
                 "parameters": setup.num_parameters(),
+                "trained_parameters": setup.num_trained(),
                 "layers": layers,
                 "job": setup.job.to_json(),
             }))?;
@@ -48,7 +51,8 @@ impl CheckArgs {
             for (name, value) in preview.lines() {
                 print_line(format_args!("    {name:<14} {value}"))?;
             }
-            print_line(format_args!("    {:<14} {}", "parameters", format_count(setup.num_parameters())))?;
+            let counts = parameter_counts(setup.num_parameters(), setup.num_trained());
+            print_line(format_args!("    {:<14} {}", "parameters", counts.replacen(" parameters", "", 1)))?;
             if common.verbose {
                 print_line(format_args!("\n{}", layer_table(&layer_rows(&setup))))?;
                 print_line(format_args!("\n{}", setup.job.to_toml().trim_end()))?;
@@ -56,6 +60,13 @@ impl CheckArgs {
         }
         Ok(Exit::Done)
     }
+}
+
+/// A warning, if parameters are frozen as they are initialized at random.
+fn frozen_at_random(setup: &Setup) -> Option<String> {
+    let random = setup.num_trained() < setup.num_parameters() && setup.job.train.init.is_none();
+    random
+        .then(|| "`train.freeze` keeps random weights: `train.init` names trained ones to start from".into())
 }
 
 /// A row of the layer table. FLOPs and bytes are for one micro-batch of the job's `batch_size`.

@@ -48,8 +48,12 @@ pub enum Event {
         device: String,
         /// Threads of the CPU kernels.
         threads: usize,
-        /// Trainable parameters of the model.
+        /// Parameters of the model.
         parameters: u64,
+        /// How many of them are trained: all but those that `train.freeze` names. `null` in runs of earlier versions,
+        /// which train all.
+        #[serde(default)]
+        trained_parameters: Option<u64>,
         /// Samples in the training set.
         train_samples: u64,
         /// Samples in the validation set.

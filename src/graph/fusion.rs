@@ -82,8 +82,9 @@ impl Network {
     /// Rewrites the network into fused nodes, for the backend and dtype of `spec`.
     pub fn fuse(mut self, spec: MicroBatchSpec) -> Self {
         let spec = MicroBatchSpec { batch: 1, ..spec };
+        let mut requires_grad = false;
         for block in &mut self.blocks {
-            block.nodes = fuse_nodes(std::mem::take(&mut block.nodes), spec);
+            block.nodes = fuse_nodes(std::mem::take(&mut block.nodes), spec, &mut requires_grad);
         }
         if spec.backend.is_cuda() {
             let mut nodes: Vec<&mut Node> =
@@ -94,28 +95,39 @@ impl Network {
     }
 }
 
-fn fuse_nodes(nodes: Vec<Node>, spec: MicroBatchSpec) -> Vec<Node> {
+/// `requires_grad` says whether the input of the nodes requires a gradient, and then whether their output does.
+fn fuse_nodes(nodes: Vec<Node>, spec: MicroBatchSpec, requires_grad: &mut bool) -> Vec<Node> {
     let mut fused: Vec<Node> = Vec::with_capacity(nodes.len());
     for node in nodes {
         match (fused.last_mut(), node) {
-            (_, Node::Residual(residual)) => fused.push(Node::Residual(fuse_residual(residual, spec))),
-            (Some(last), Node::Layer(layer)) => match last.recompute_for(layer.as_ref(), spec) {
-                Some(recompute) => {
-                    let last = last.as_fused();
-                    last.recompute.push(recompute);
-                    last.layers.push(layer);
+            (_, Node::Residual(residual)) => {
+                fused.push(Node::Residual(fuse_residual(residual, spec, requires_grad)));
+            }
+            (last, Node::Layer(layer)) => {
+                // A layer without a backward pass saves nothing to recompute its output from.
+                let recompute = last.as_ref().filter(|_| *requires_grad);
+                let recompute = recompute.and_then(|last| last.recompute_for(layer.as_ref(), spec));
+                *requires_grad |= layer.cost(spec).trains;
+                match (last, recompute) {
+                    (Some(last), Some(recompute)) => {
+                        let last = last.as_fused();
+                        last.recompute.push(recompute);
+                        last.layers.push(layer);
+                    }
+                    _ => fused.push(Node::Layer(layer)),
                 }
-                None => fused.push(Node::Layer(layer)),
-            },
+            }
             (_, node) => fused.push(node),
         }
     }
     fused
 }
 
-fn fuse_residual(mut residual: ResidualNode, spec: MicroBatchSpec) -> ResidualNode {
-    residual.branch = fuse_nodes(residual.branch, spec);
-    residual.shortcut = fuse_nodes(residual.shortcut, spec);
+fn fuse_residual(mut residual: ResidualNode, spec: MicroBatchSpec, requires_grad: &mut bool) -> ResidualNode {
+    let mut of_shortcut = *requires_grad;
+    residual.branch = fuse_nodes(residual.branch, spec, requires_grad);
+    residual.shortcut = fuse_nodes(residual.shortcut, spec, &mut of_shortcut);
+    *requires_grad |= of_shortcut;
     let plain = residual.shortcut.is_empty() && residual.act == Activation::Identity;
     if let Some(node) = residual.branch.last_mut() {
         let adds_residual = match node.last_layer().map(Fusible::of) {
@@ -168,7 +180,8 @@ fn ends_in_bias(node: &mut Node) -> Option<&mut Node> {
         return if *act == Activation::Identity { ends_in_bias(branch.last_mut()?) } else { None };
     }
     let linear = ends_in_linear(node)?;
-    (linear.act() == Activation::Identity && linear.bias().is_some()).then_some(node)
+    let trained = linear.bias().is_some_and(|bias| bias.trained);
+    (linear.act() == Activation::Identity && trained).then_some(node)
 }
 
 fn ends_in_linear(node: &Node) -> Option<&Linear> {
@@ -230,7 +243,7 @@ impl Node {
         let on_gpu = spec.backend.is_cuda();
         let during = match Fusible::of(self.last_layer()?) {
             // From their input.
-            Fusible::BatchNorm(_) if input_saved => false,
+            Fusible::BatchNorm(norm) if input_saved && !norm.is_frozen() => false,
             Fusible::Norm(_) if on_gpu && input_saved => true,
             // From the pre-activation.
             Fusible::Linear(linear) => {

@@ -92,9 +92,13 @@ pub struct DeviceBatch {
 struct ReservedTensor {
     value: Option<Tensor>,
     reservation: Option<Arc<Reservation>>,
+    /// The backward pass must compute its gradient: a trained parameter is behind it. Nodes with an output that is not
+    /// save nothing and have no backward pass.
+    requires_grad: bool,
 }
 
-/// What a node keeps between the passes; dropping it releases everything.
+/// What a node keeps between the passes; dropping it releases everything. Of a list of nodes the last ones have it: those
+/// from the first on whose output requires a gradient.
 enum SavedNode {
     Layer(SavedLayer),
     Fused(Vec<SavedLayer>),
@@ -104,6 +108,7 @@ enum SavedNode {
 struct SavedLayer {
     /// `None` in a dry run.
     saved: Option<SavedTensors>,
+    needs_input_grad: bool,
     _reservations: [Option<Arc<Reservation>>; 3],
 }
 
@@ -112,13 +117,19 @@ struct SavedResidual {
     shortcut: Vec<SavedNode>,
     /// The output, if the activation's backward reads it.
     output: Option<ReservedTensor>,
+    needs_input_grad: bool,
 }
 
 /// What a block keeps between the passes.
 enum SavedBlock<'a> {
     Resident(ResidentBlock),
-    /// Only its input, of this many bytes, offloaded to host memory.
-    Offloaded(&'a ActivationOffload, OffloadedTensor, u64),
+    /// Only its input, offloaded to host memory.
+    Offloaded {
+        offload: &'a ActivationOffload,
+        input: OffloadedTensor,
+        bytes: u64,
+        requires_grad: bool,
+    },
 }
 
 /// What the backward pass of a block starts from.
@@ -139,10 +150,11 @@ impl Network {
     ) -> StepResult<PendingMetricSums> {
         let _kernels = ReferenceScope::enter(exec.spec.backend.is_reference());
         exec.ledger.set_phase(Phase::Forward);
-        let mut x = ReservedTensor { value: batch.map(|b| b.inputs.clone()), reservation: None };
+        let mut x = ReservedTensor { value: batch.map(|b| b.inputs.clone()), ..ReservedTensor::default() };
         let mut saved_blocks = Vec::with_capacity(self.blocks.len());
         for block in &self.blocks {
-            let input = (block.recompute_rank < exec.recompute_blocks).then(|| x.clone());
+            let has_backward = x.requires_grad || block.trains(exec.spec);
+            let input = (has_backward && block.recompute_rank < exec.recompute_blocks).then(|| x.clone());
             // The copy to the host overlaps the block's forward. Below, the copy is dropped before the input.
             let offloaded = input.as_ref().map_or(Ok(None), |input| exec.offload_input(input))?;
             let (y, saved_nodes) = exec.forward(&block.nodes, x, input.is_none(), Mode::Train, None)?;
@@ -160,18 +172,23 @@ impl Network {
         }
         exec.ledger.set_phase(Phase::Backward);
         let cost = self.loss.cost(exec.spec);
+        let needs_input_grad = x.requires_grad;
         let (metrics, mut dy) = {
-            let reservation = exec.reserve(Role::Activations, self.loss.name(), cost.input_grad)?;
+            let input_grad = if needs_input_grad { cost.input_grad } else { 0 };
+            let reservation = exec.reserve(Role::Activations, self.loss.name(), input_grad)?;
             let _work = exec.reserve(Role::Workspace, self.loss.name(), cost.backward_workspace)?;
-            match (&exec.pass, batch, &x.value) {
+            let (metrics, value) = match (&exec.pass, batch, &x.value) {
                 (Some(pass), Some(batch), Some(x)) => {
-                    let (metrics, dx) = self.loss.forward_backward(x, &batch.targets, pass)?;
-                    (metrics, ReservedTensor { value: Some(dx), reservation })
+                    self.loss.forward_backward(x, &batch.targets, pass, needs_input_grad)?
                 }
-                _ => (MetricSums::default().into(), ReservedTensor { value: None, reservation }),
-            }
+                _ => (MetricSums::default().into(), None),
+            };
+            (metrics, ReservedTensor { value, reservation, requires_grad: needs_input_grad })
         };
         drop(x);
+        if !needs_input_grad {
+            return Ok(metrics);
+        }
         let mut prefetch = || {
             saved_blocks
                 .pop()
@@ -179,7 +196,7 @@ impl Network {
                 .transpose()
         };
         let mut next = prefetch()?;
-        for (i, block) in self.blocks.iter().enumerate().rev() {
+        for block in self.blocks.iter().rev() {
             let Some(saved) = next else { break };
             // Prefetch the preceding block's input while this block computes.
             next = prefetch()?;
@@ -190,7 +207,7 @@ impl Network {
                     exec.forward(&block.nodes, input, true, Mode::Recompute, None)?.1
                 }
             };
-            match exec.backward(&block.nodes, saved_nodes, dy, i > 0, BackwardContext::default())? {
+            match exec.backward(&block.nodes, saved_nodes, dy, BackwardContext::default())? {
                 Some(dx) => dy = dx,
                 None => break,
             }
@@ -245,7 +262,9 @@ impl Network {
         // As f32 where the logits are, and on the host.
         let _copies = exec.reserve(Role::Workspace, name, (2 * values * size_of::<f32>()) as u64)?;
         let workspace = match spec.backend {
-            Backend::Cpu { .. } => linear::workspace(spec.dtype, WeightLayout::OutIn, rows, width, outputs).0,
+            Backend::Cpu { .. } => {
+                linear::workspace(spec.dtype, WeightLayout::OutIn, rows, (width, outputs), false).0
+            }
             Backend::Reference { .. } => 2 * spec.bytes(outputs),
             Backend::Cuda { .. } => 0,
         };
@@ -266,7 +285,7 @@ impl Network {
     /// Runs all blocks in evaluation mode.
     fn forward_blocks(&self, exec: &Executor, inputs: Option<&Tensor>) -> StepResult<ReservedTensor> {
         exec.ledger.set_phase(Phase::Eval);
-        let mut x = ReservedTensor { value: inputs.cloned(), reservation: None };
+        let mut x = ReservedTensor { value: inputs.cloned(), ..ReservedTensor::default() };
         for block in &self.blocks {
             x = exec.forward(&block.nodes, x, false, Mode::Eval, None)?.0;
         }
@@ -283,6 +302,13 @@ impl Network {
             .iter()
             .map(|layer| layer.micro_batch_multiple().max(1))
             .fold(1, |all, one| all / gcd(all, one) * one)
+    }
+
+    /// How many blocks have a backward pass: those from the first on with a trained parameter. Recomputation frees
+    /// nothing in others.
+    pub fn blocks_with_backward(&self, spec: MicroBatchSpec) -> usize {
+        let first = self.blocks.iter().position(|block| block.trains(spec));
+        first.map_or(0, |first| self.blocks.len() - first)
     }
 
     /// The nodes that the fusion pass made, in order.
@@ -311,6 +337,11 @@ impl Network {
 }
 
 impl LayerBlock {
+    /// Whether it has a trained parameter.
+    fn trains(&self, spec: MicroBatchSpec) -> bool {
+        self.layers().iter().any(|layer| layer.cost(spec).trains)
+    }
+
     /// Every layer, in order.
     pub fn layers(&self) -> Vec<&dyn Layer> {
         fn collect<'a>(nodes: &'a [Node], into: &mut Vec<&'a dyn Layer>) {
@@ -360,17 +391,18 @@ impl Executor<'_> {
         let (Some(offload), Some(reservation)) = (self.offload, &input.reservation) else { return Ok(None) };
         let bytes = reservation.bytes();
         let (offloaded, copy) = offload.copy_to_host(input.value.as_ref(), bytes)?;
-        Ok(Some((SavedBlock::Offloaded(offload, offloaded, bytes), copy)))
+        let requires_grad = input.requires_grad;
+        Ok(Some((SavedBlock::Offloaded { offload, input: offloaded, bytes, requires_grad }, copy)))
     }
 
     /// What the backward pass of the block `name` starts from. Starts the copy if it was offloaded.
     fn prefetch_block(&self, name: &str, saved: SavedBlock) -> StepResult<ResidentBlock> {
         match saved {
             SavedBlock::Resident(resident) => Ok(resident),
-            SavedBlock::Offloaded(offload, offloaded, bytes) => {
+            SavedBlock::Offloaded { offload, input, bytes, requires_grad } => {
                 let reservation = self.reserve(Role::Activations, name, bytes)?;
-                let (value, copy) = offload.copy_to_device(offloaded)?;
-                Ok(ResidentBlock::InputOnly(copy, ReservedTensor { value, reservation }))
+                let (value, copy) = offload.copy_to_device(input)?;
+                Ok(ResidentBlock::InputOnly(copy, ReservedTensor { value, reservation, requires_grad }))
             }
         }
     }

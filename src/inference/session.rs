@@ -23,7 +23,7 @@ use crate::memory::process::{ProcessMemory, ThreadStacks};
 use crate::memory::{Ledger, Reservation};
 use crate::models::{BuiltModel, LossOptions};
 use crate::param_store::ParamStore;
-use crate::params::ParamLayout;
+use crate::params::{ParamLayout, ParamRules};
 use crate::planner::estimate::{
     GEMM_WORKSPACE_BYTES, PROGRAM_HEAP_BYTES, SMALL_ALLOCATION_BYTES, batch_bytes, staging_bytes,
 };
@@ -111,10 +111,10 @@ impl Unloaded {
         };
         let dtype = activation_dtype(model.job.train.precision, backend);
         // Smoothing and weights belong to training: a loss is that of the targets as they are.
-        let loss = LossOptions::default();
+        let (loss, rules) = (LossOptions::default(), ParamRules::default());
         let BuiltModel { network, layout } =
-            fused_network(&model.job.model, &loss, features, dtype, backend)?;
-        let buckets = bucket_networks(&model.job.model, &loss, features, dtype, backend)?;
+            fused_network(&model.job.model, &loss, &rules, features, dtype, backend)?;
+        let buckets = bucket_networks(&model.job.model, &loss, &rules, features, dtype, backend)?;
         Ok(Self { network, buckets, layout, dtype, backend })
     }
 

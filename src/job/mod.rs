@@ -54,7 +54,8 @@ pub use source_map::{Snippet, SourceLocation};
 pub use stop::StopConfig;
 pub use synonyms::synonym_key;
 pub use train::{
-    ClassWeightsConfig, ClassWeightsRule, InitHead, LossKind, Precision, RunLength, TrainConfig,
+    ClassWeightsConfig, ClassWeightsRule, InitHead, LossKind, ParamGroupConfig, Precision, RunLength,
+    TrainConfig,
 };
 pub use transformer::{BertConfig, GptConfig, LlamaConfig, VitConfig};
 

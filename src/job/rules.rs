@@ -57,6 +57,17 @@ pub(super) fn contradictions(job: &Job, tree: &DeTable) -> Vec<SpannedError> {
             "weights are 0 or more; 0 leaves the class out of the loss".into(),
         );
     }
+    let freeze = job.train.freeze.iter().map(|text| ("train.freeze", text.strip_prefix('!').unwrap_or(text)));
+    let groups = job.train.groups.iter().flat_map(|group| &group.params);
+    for (key, text) in freeze.chain(groups.map(|text| ("train.groups", text.as_str()))) {
+        if let Err(error) = glob::Pattern::new(text) {
+            report(
+                key,
+                format!("`{text}` is no pattern: {}, at character {}", error.msg, error.pos + 1),
+                "`*` stands for any characters, `?` for one, `[ab]` for one of these".into(),
+            );
+        }
+    }
     for (key, best) in [("checkpoint.best", Some(job.checkpoint.best)), ("stop.metric", job.stop.metric)] {
         if let Some(metric) = best.and_then(BestMetric::metric)
             && !job.eval.metrics.contains(&metric)

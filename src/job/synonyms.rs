@@ -1,7 +1,7 @@
 //! Names that people bring from other tools, and the key that means the same here.
 
 /// (name, key, note): the names of Keras, Lightning, Hugging Face, nanoGPT, axolotl and others.
-const SYNONYMS: [(&str, &str, &str); 62] = [
+const SYNONYMS: [(&str, &str, &str); 66] = [
     ("learning_rate", "optimizer.lr", ""),
     ("lr", "optimizer.lr", ""),
     ("base_lr", "optimizer.lr", ""),
@@ -38,6 +38,10 @@ const SYNONYMS: [(&str, &str, &str); 62] = [
     ("gradient_clip_val", "train.clip_norm", ""),
     ("max_grad_norm", "train.clip_norm", ""),
     ("grad_clip", "train.clip_norm", ""),
+    ("freeze_layers", "train.freeze", ""),
+    ("frozen", "train.freeze", ""),
+    ("unfrozen_parameters", "train.freeze", "as `freeze = [\"*\", \"!pattern\"]`"),
+    ("param_groups", "train.groups", ""),
     ("dtype", "train.precision", ""),
     ("mixed_precision", "train.precision", ""),
     ("fp16", "train.precision", "as `precision = \"f16\"`"),

@@ -5,6 +5,8 @@ use std::path::PathBuf;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
+use super::data::one_or_many::{list_of_one_or_many, one_or_list};
+
 /// An update's samples, the run's length and its precision.
 // The bounds keep samples x updates and samples x epochs of a run within 63 bits.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
@@ -70,6 +72,40 @@ pub struct TrainConfig {
     #[schemars(extend("exclusiveMinimum" = 0.0, "exclusiveMaximum" = 1.0))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub ema: Option<f64>,
+    /// Parameters that training does not change: patterns on their names in checkpoints, in which `*` stands for any
+    /// characters, dots too, `?` for one and `[ab]` for one of these. A pattern matches a parameter, `head.bias`, or a
+    /// module with all its parameters, `blocks.0`. A pattern that begins with `!` is an exception; the last pattern that
+    /// matches decides: `["*", "!head"]` trains the head alone. Frozen parameters take no memory for gradients and
+    /// optimizer state, and none before the first trained layer for activations; a frozen batch norm normalizes with its
+    /// running statistics and leaves them as they are. Dropout stays on.
+    #[serde(default, skip_serializing_if = "Vec::is_empty", deserialize_with = "list_of_one_or_many")]
+    #[schemars(transform = one_or_list)]
+    pub freeze: Vec<String>,
+    /// Learning rate and weight decay of some parameters, each group a `[[train.groups]]` table. Of several groups that
+    /// match a parameter, the last applies.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub groups: Vec<ParamGroupConfig>,
+}
+
+/// How some parameters are trained.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+pub struct ParamGroupConfig {
+    /// The parameters: patterns as in `train.freeze`, without exceptions.
+    #[serde(deserialize_with = "list_of_one_or_many")]
+    #[schemars(length(min = 1), transform = one_or_list)]
+    pub params: Vec<String>,
+    /// Factor on the learning rate at every step of the schedule.
+    #[serde(default = "lr_scale")]
+    #[schemars(extend("exclusiveMinimum" = 0.0))]
+    pub lr_scale: f64,
+    /// In place of `optimizer.weight_decay`. Like that, it applies to matrices.
+    #[schemars(range(min = 0.0))]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub weight_decay: Option<f64>,
+}
+
+fn lr_scale() -> f64 {
+    1.0
 }
 
 fn batch_size() -> usize {

@@ -37,9 +37,20 @@ struct FactoredParam {
     rows: usize,
     cols: usize,
     state_offset: usize,
+    /// Weight decay applies to it.
+    is_decayed: bool,
+    /// Those of its group.
+    lr_scale: f64,
+    weight_decay: Option<f64>,
 }
 
 impl FactoredParam {
+    /// The rate and the weight decay of this parameter.
+    fn lr_and_decay(&self, c: &UpdateArgs) -> (f64, f64) {
+        let decay = self.weight_decay.unwrap_or(c.weight_decay);
+        (c.lr * self.lr_scale, if self.is_decayed { decay } else { 0.0 })
+    }
+
     fn len(&self) -> usize {
         self.rows * self.cols
     }
@@ -62,11 +73,20 @@ fn factored_params(params: &FlatLayout) -> Vec<FactoredParam> {
     let mut state_offset = 0;
     let part = |(spec, range): (&crate::params::TensorSpec, std::ops::Range<usize>)| {
         let rows = if spec.shape.len() < 2 { range.len() } else { spec.shape[0] };
-        let part = FactoredParam { start: range.start, rows, cols: range.len() / rows.max(1), state_offset };
+        let group = params.groups.iter().find(|group| group.range.contains(&range.start));
+        let part = FactoredParam {
+            start: range.start,
+            rows,
+            cols: range.len() / rows.max(1),
+            state_offset,
+            is_decayed: spec.shape.len() >= 2,
+            lr_scale: group.map_or(1.0, |group| group.lr_scale),
+            weight_decay: group.and_then(|group| group.weight_decay),
+        };
         state_offset += part.state_len();
         part
     };
-    params.iter().map(part).collect()
+    params.trained().map(part).collect()
 }
 
 /// Number of state values, in the dtype of the master weights.
@@ -156,7 +176,8 @@ impl AdafactorKernel {
             };
             values.par_chunks(size).map(sum).collect::<Vec<f64>>().into_iter().sum()
         };
-        let decay_factor = if p.start < c.decayed_len { 1.0 - c.lr * c.weight_decay } else { 1.0 };
+        let (lr, weight_decay) = p.lr_and_decay(c);
+        let decay_factor = 1.0 - lr * weight_decay;
         let rms = (squares(w) / p.len() as f64).sqrt();
         self.update_second_moment(c, p, g, state, one_minus_beta2);
 
@@ -187,7 +208,7 @@ impl AdafactorKernel {
         };
         let sums: Vec<f64> = g.par_chunks(size).zip(rows.par_chunks(p.chunk())).map(sum_of).collect();
         let update_rms = (sums.iter().sum::<f64>() / p.len() as f64).sqrt();
-        let rho = c.lr.min(1.0 / (self.step as f64).sqrt());
+        let rho = lr.min(1.0 / (self.step as f64).sqrt());
         let alpha = T::Acc::of_f64(rho * rms.max(self.eps) / (update_rms / self.clip).max(1.0));
         let decay_factor = T::Acc::of_f64(decay_factor);
         let chunks = w.par_chunks_mut(size).zip(g.par_chunks_mut(size)).zip(rows.par_chunks(p.chunk()));
@@ -256,7 +277,8 @@ impl AdafactorKernel {
             let w = weights.narrow(0, p.start, p.len())?.reshape((p.rows, p.cols))?;
             let g = (grads.narrow(0, p.start, p.len())?.reshape((p.rows, p.cols))? * c.grad_scale)?;
             let param_rms = rms(&w)?;
-            let w = if p.start < c.decayed_len { (w * (1.0 - c.lr * c.weight_decay))? } else { w };
+            let (lr, weight_decay) = p.lr_and_decay(c);
+            let w = if weight_decay > 0.0 { (w * (1.0 - lr * weight_decay))? } else { w };
             let rows = mix(&state.narrow(0, p.state_offset, p.rows)?, &g.sqr()?.mean(1)?)?;
             state.slice_set(&rows, 0, p.state_offset)?;
             let mut v = rows.reshape((p.rows, 1))?;
@@ -267,7 +289,7 @@ impl AdafactorKernel {
                 v = v.broadcast_mul(&(columns.reshape((1, p.cols))? / mean.max(MIN_SECOND_MOMENT))?)?;
             }
             let u = (g / v.maximum(MIN_SECOND_MOMENT * MIN_SECOND_MOMENT)?.sqrt()?)?;
-            let rho = c.lr.min(1.0 / (self.step as f64).sqrt());
+            let rho = lr.min(1.0 / (self.step as f64).sqrt());
             let alpha = rho * param_rms.max(self.eps) / (rms(&u)? / self.clip).max(1.0);
             weights.slice_set(&(w - (u * alpha)?)?.flatten_all()?, 0, p.start)?;
         }
@@ -318,7 +340,7 @@ mod tests {
                 grad_scale: 0.5,
                 device_grad_scale: None,
                 weight_decay: 0.1,
-                decayed_len: params.decayed_len,
+                decayed_len: params.trained_len,
             };
             for step in 1..=10u64 {
                 set(&store.grads, (0..8).map(|i| 2.0 * ((3 * i + step) as f64).sin()).collect());
@@ -345,7 +367,7 @@ mod tests {
             grad_scale: 0.5,
             device_grad_scale: None,
             weight_decay: 0.1,
-            decayed_len: params.decayed_len,
+            decayed_len: params.trained_len,
         };
         for step in 1..=4 {
             let g = random_tensor(&[params.len], 90 + step);

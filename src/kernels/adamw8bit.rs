@@ -35,19 +35,19 @@ pub struct AdamW8bitState {
 }
 
 /// Number of blocks of a buffer of `len` values.
-fn blocks(len: usize) -> usize {
+pub fn blocks(len: usize) -> usize {
     len.div_ceil(BLOCK)
 }
 
 pub fn state_bytes(params: &FlatLayout) -> u64 {
-    2 * (params.len + 4 * blocks(params.len)) as u64
+    2 * (params.trained_len + 4 * blocks(params.trained_len)) as u64
 }
 
 impl AdamW8bitState {
     /// Zero moments.
     pub fn new(params: &FlatLayout, device: &Device) -> Result<Self> {
-        let bytes = || Tensor::zeros(params.len, DType::U8, device);
-        let scales = || Tensor::zeros(blocks(params.len), DType::F32, device);
+        let bytes = || Tensor::zeros(params.trained_len, DType::U8, device);
+        let scales = || Tensor::zeros(blocks(params.trained_len), DType::F32, device);
         Ok(Self { m: bytes()?, v: bytes()?, m_scale: scales()?, v_scale: scales()? })
     }
 }

@@ -169,6 +169,14 @@ impl BatchNormKernel<'_> {
         cpu::tensor(y, x.shape())
     }
 
+    /// The input gradient of [`evaluate`](Self::evaluate), from the gradient before its activation.
+    pub fn evaluate_backward(&self, dy: &Tensor, running: &RunningStats) -> Result<Tensor> {
+        let Self { weight, eps, group_size, .. } = *self;
+        let (bias, mean) = (&self.bias.zeros_like()?, &running.mean.zeros_like()?);
+        let scale = BatchNormKernel { weight, bias, act: ClampActivation::Identity, eps, group_size };
+        scale.evaluate(dy, &RunningStats { mean, var: running.var, momentum: running.momentum })
+    }
+
     /// Accumulates the parameter gradients into `grads` and returns the input gradient if `needs_input_grad`.
     /// `saved_stats` comes from [`forward`](Self::forward).
     pub fn backward(
@@ -217,7 +225,9 @@ impl BatchNormKernel<'_> {
         let rstd = |unit: usize| saved_stats[(2 * unit + 1) * layout.channels..][..layout.channels].iter();
         for (unit, [sum, cross]) in sums.iter().enumerate() {
             let weight_grad = cross.iter().zip(rstd(unit)).map(|(k, r)| k * r.as_f64());
-            accumulate::<T::Acc>(grads.weight, weight_grad)?;
+            if let Some(weight) = grads.weight {
+                accumulate::<T::Acc>(weight, weight_grad)?;
+            }
             if let Some(bias) = grads.bias {
                 accumulate::<T::Acc>(bias, sum.iter().copied())?;
             }
@@ -279,6 +289,17 @@ pub fn workspace(at: MicroBatchSpec, layout: &ChannelLayout) -> (u64, u64) {
     let forward = 16 * numbers + partials.max(3 * acc * numbers) + lists(5);
     let backward = (16 + 3 * acc) * numbers + partials.max(2 * acc * numbers) + lists(8);
     (forward as u64, backward as u64)
+}
+
+/// Bytes of temporaries of [`evaluate`](BatchNormKernel::evaluate) and of
+/// [`evaluate_backward`](BatchNormKernel::evaluate_backward): statistics and coefficients, and the zeros that the second
+/// replaces two of them with.
+pub fn evaluate_workspace(at: MicroBatchSpec, channels: usize) -> (u64, u64) {
+    let acc = if at.dtype == DType::F64 { 8 } else { 4 };
+    match at.backend.is_reference() {
+        true => (0, 0),
+        false => ((5 * channels * acc) as u64, (7 * channels * acc) as u64),
+    }
 }
 
 /// `into = (1 - momentum) into + momentum new`.

@@ -101,8 +101,8 @@ impl CategoricalEmbeddingKernel<'_> {
         Ok(())
     }
 
-    /// Accumulates the gradients of the tables into `grads`.
-    pub fn backward(&self, x: &Tensor, dy: &Tensor, grads: &CategoricalEmbeddingKernel) -> Result<()> {
+    /// Accumulates the gradients of the tables into `grads`, which has `None` for a frozen table.
+    pub fn backward(&self, x: &Tensor, dy: &Tensor, grads: &[Option<&Tensor>]) -> Result<()> {
         if reference::has_cpu_kernel(x) {
             return with_elem!(dy.dtype(), T => self.backward_cpu::<T>(x, dy, grads));
         }
@@ -110,19 +110,16 @@ impl CategoricalEmbeddingKernel<'_> {
             CategoricalEmbeddingKernel { num_numeric: self.num_numeric, tables: tables.iter().collect() }
                 .reference(x)
         })?;
-        grads.tables.iter().zip(&found).try_for_each(|(into, found)| reference::accumulate(into, found))
+        let mut trained = grads.iter().zip(&found).filter_map(|(into, found)| Some(((*into)?, found)));
+        trained.try_for_each(|(into, found)| reference::accumulate(into, found))
     }
 
     /// One thread owns each range of a table's rows and adds the samples in order, so the result is deterministic.
-    fn backward_cpu<T: Elem>(
-        &self,
-        x: &Tensor,
-        dy: &Tensor,
-        grads: &CategoricalEmbeddingKernel,
-    ) -> Result<()> {
+    fn backward_cpu<T: Elem>(&self, x: &Tensor, dy: &Tensor, grads: &[Option<&Tensor>]) -> Result<()> {
         let (inputs, (tables, n)) = (x.dim(1)?, self.sizes()?);
         let (x, dy) = (cpu::view::<f32>(x)?, cpu::view::<T>(dy)?);
-        for (i, (table, grads)) in tables.iter().zip(&grads.tables).enumerate() {
+        for (i, (table, grads)) in tables.iter().zip(grads).enumerate() {
+            let Some(grads) = grads else { continue };
             let rows = table.rows.div_ceil(GRAD_CHUNKS).max(1);
             let indices = || x.chunks_exact(inputs).map(|x| x[self.num_numeric + i] as usize);
             cpu::with_slice_mut::<T::Acc, _>(grads, |grads| {

@@ -348,7 +348,7 @@ __global__ void parameter_gradients(const double *totals, const R *saved_stats, 
         b += from[0];
         w += from[partition.channels] * double(saved_stats[(int64_t(unit) * 2 + 1) * groups + channel / size]);
     }
-    dweight[channel] += R(w);
+    if (dweight) dweight[channel] += R(w);
     if (dbias) dbias[channel] += R(b);
 }
 

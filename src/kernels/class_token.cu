@@ -36,8 +36,8 @@ __global__ void __launch_bounds__(256)
     }
 #pragma unroll
     for (int k = 0; k < N; k++) {
-        positions[i * N + k] += sum[k];
-        if (i < packs) cls[i * N + k] += sum[k];
+        if (positions) positions[i * N + k] += sum[k];
+        if (cls && i < packs) cls[i * N + k] += sum[k];
     }
 }
 
@@ -59,7 +59,7 @@ extern "C" int class_token_forward(int type, const void *x, const void *cls, con
     return cudaGetLastError();
 }
 
-// `dx` may be null.
+// `dx` and the gradients of frozen parameters may be null.
 extern "C" int class_token_backward(int type, const void *dy, void *cls, void *positions, void *dx, int samples,
                                     int length, int n, cudaStream_t stream) {
     if (samples == 0 || length == 0 || n == 0) return 0;

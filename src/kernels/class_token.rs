@@ -16,6 +16,12 @@ pub struct ClassTokenKernel<'a> {
     pub positions: &'a Tensor,
 }
 
+/// The gradients to accumulate into; `None` for a frozen parameter.
+pub struct ClassTokenGrads<'a> {
+    pub class: Option<&'a Tensor>,
+    pub positions: Option<&'a Tensor>,
+}
+
 impl ClassTokenKernel<'_> {
     /// (length + 1, width)
     fn sizes(&self) -> (usize, usize) {
@@ -65,7 +71,7 @@ impl ClassTokenKernel<'_> {
     pub fn backward(
         &self,
         dy: &Tensor,
-        grads: &ClassTokenKernel,
+        grads: &ClassTokenGrads,
         shape: Option<&[usize]>,
     ) -> Result<Option<Tensor>> {
         on_cuda!(dy, |device| self.backward_cuda(device, dy, grads, shape));
@@ -76,7 +82,7 @@ impl ClassTokenKernel<'_> {
 }
 
 /// One thread owns each position and adds the samples in order, so the result is deterministic.
-fn accumulate_grads<T: Elem>(dy: &Tensor, grads: &ClassTokenKernel, length: usize, n: usize) -> Result<()> {
+fn accumulate_grads<T: Elem>(dy: &Tensor, grads: &ClassTokenGrads, length: usize, n: usize) -> Result<()> {
     let dy = cpu::view::<T>(dy)?;
     let add = |t: usize, into: &mut [T::Acc]| {
         for sample in dy.chunks_exact(length * n) {
@@ -84,6 +90,8 @@ fn accumulate_grads<T: Elem>(dy: &Tensor, grads: &ClassTokenKernel, length: usiz
             vectorised!(T, || into.iter_mut().zip(row).for_each(|(a, d)| *a += d.to_acc()));
         }
     };
-    cpu::with_slice_mut::<T::Acc, _>(grads.positions, |table| cpu::parallel_for_chunks(table, n, add))?;
-    cpu::with_slice_mut::<T::Acc, _>(grads.class, |class| add(0, class))
+    if let Some(positions) = grads.positions {
+        cpu::with_slice_mut::<T::Acc, _>(positions, |table| cpu::parallel_for_chunks(table, n, add))?;
+    }
+    grads.class.map_or(Ok(()), |class| cpu::with_slice_mut::<T::Acc, _>(class, |class| add(0, class)))
 }

@@ -210,32 +210,38 @@ impl ConvKernel<'_> {
         Ok((cpu::tensor(y, shape)?, pre))
     }
 
-    /// Accumulates the parameter gradients into `grads` and returns the input gradient if `needs_input_grad`. `v` is
-    /// the tensor that [`Activation::saved_for_backward`] names; `dy` is overwritten.
+    /// The shape of an input whose output has the gradient `dy`.
+    fn input_shape(&self, dy: &Tensor) -> Result<[usize; 4]> {
+        let g = &self.geometry;
+        Ok([dy.dim(0)?, g.height, g.width, g.in_channels])
+    }
+
+    /// Accumulates the parameter gradients into `grads` and returns the input gradient if `needs_input_grad`. Only the
+    /// weight gradient reads `x`. `v` is the tensor that [`Activation::saved_for_backward`] names; `dy` is overwritten.
     pub fn backward(
         &self,
-        x: &Tensor,
+        x: Option<&Tensor>,
         v: Option<&Tensor>,
         dy: Tensor,
         grads: &WeightBiasGrads,
         needs_input_grad: bool,
     ) -> Result<Option<Tensor>> {
-        on_cuda!(x, |device| self.backward_cuda(device, x, v, &dy, grads, needs_input_grad, None));
-        with_elem!(x.dtype(), T => self.backward_cpu::<T>(x, v, dy, grads, needs_input_grad))
+        on_cuda!(dy, |device| self.backward_cuda(device, x, v, &dy, grads, needs_input_grad, None));
+        with_elem!(dy.dtype(), T => self.backward_cpu::<T>(x, v, dy, grads, needs_input_grad))
     }
 
     /// Like `backward`, with `residual_grad` added to the input gradient. CUDA fuses the addition into the GEMM of a
     /// pointwise convolution.
     pub fn backward_accumulate(
         &self,
-        x: &Tensor,
+        x: Option<&Tensor>,
         v: Option<&Tensor>,
         dy: Tensor,
         grads: &WeightBiasGrads,
         residual_grad: &Tensor,
     ) -> Result<Tensor> {
         #[cfg(feature = "cuda")]
-        if let Some(device) = cuda::device_of(x)
+        if let Some(device) = cuda::device_of(&dy)
             && self.geometry.is_pointwise()
             && let Some(dx) = self.backward_cuda(device, x, v, &dy, grads, true, Some(residual_grad))?
         {
@@ -249,7 +255,7 @@ impl ConvKernel<'_> {
 
     fn backward_cpu<T: Elem>(
         &self,
-        x: &Tensor,
+        x: Option<&Tensor>,
         v: Option<&Tensor>,
         dy: Tensor,
         grads: &WeightBiasGrads,
@@ -263,29 +269,34 @@ impl ConvKernel<'_> {
         if let Some(bias) = grads.bias {
             cpu::with_slice_mut::<T::Acc, _>(bias, |bias| add_partials(bias, &sums))?;
         }
-        let (values, d) = (cpu::view::<T>(x)?, cpu::view::<T>(&dy)?);
-        if self.geometry.is_depthwise() {
-            let partials = depthwise::weight_gradient::<T>(&self.geometry, &values, &d);
-            cpu::with_slice_mut::<T::Acc, _>(grads.weight, |into| {
-                let cells = into.len() / n;
-                for partial in &partials {
-                    into.iter_mut().enumerate().for_each(|(i, a)| *a += partial[i % cells * n + i / cells]);
+        let d = cpu::view::<T>(&dy)?;
+        if let (Some(x), Some(into)) = (x, grads.weight) {
+            let values = cpu::view::<T>(x)?;
+            match self.geometry.is_depthwise() {
+                true => {
+                    let partials = depthwise::weight_gradient::<T>(&self.geometry, &values, &d);
+                    cpu::with_slice_mut::<T::Acc, _>(into, |into| {
+                        let cells = into.len() / n;
+                        for partial in &partials {
+                            let sums = into.iter_mut().enumerate();
+                            sums.for_each(|(i, a)| *a += partial[i % cells * n + i / cells]);
+                        }
+                    })?;
                 }
-            })?;
-            drop(partials);
-            if !needs_input_grad {
-                return Ok(None);
+                false => cpu::with_slice_mut::<T::Acc, _>(into, |into| {
+                    self.weight_gradient::<T>(&values, &d, into);
+                })?,
             }
-            let weight = cpu::view::<T>(self.weight)?;
-            let dx = depthwise::input_gradient(&self.geometry, &weight, &d);
-            return Ok(Some(cpu::tensor(dx, x.shape())?));
         }
-        cpu::with_slice_mut::<T::Acc, _>(grads.weight, |into| self.weight_gradient::<T>(&values, &d, into))?;
         if !needs_input_grad {
             return Ok(None);
         }
         let weight = cpu::view::<T>(self.weight)?;
-        Ok(Some(cpu::tensor(self.input_gradient::<T>(&weight, &d), x.shape())?))
+        let dx = match self.geometry.is_depthwise() {
+            true => depthwise::input_gradient(&self.geometry, &weight, &d),
+            false => self.input_gradient::<T>(&weight, &d),
+        };
+        Ok(Some(cpu::tensor(dx, self.input_shape(&dy)?.to_vec())?))
     }
 
     /// Accumulates the weight gradient. The images are split into one chunk per thread: the first chunk adds in place,
@@ -412,16 +423,17 @@ fn chunk_images(chunk: usize, chunks: usize, batch: usize) -> Range<usize> {
     start..start + each + usize::from(chunk < larger)
 }
 
-/// Bytes of temporaries of the forward pass and of the backward pass.
+/// Bytes of temporaries of the forward pass and of the backward pass, which computes these gradients besides that of the
+/// input.
 pub fn workspace(
     geometry: &ConvGeometry,
-    bias: bool,
+    (weight_grad, bias_grad): (bool, bool),
     act: Activation,
     at: crate::base::MicroBatchSpec,
 ) -> (u64, u64) {
     let g = geometry;
     match at.backend {
-        Backend::Cuda { .. } => return cuda_workspace(g, bias, at.batch, at.dtype),
+        Backend::Cuda { .. } => return cuda_workspace(g, weight_grad, bias_grad, at),
         // For every tap of the window its inputs, their product and the sum so far, and the gradients of all.
         Backend::Reference { .. } => {
             let (h, w) = g.output();
@@ -432,7 +444,7 @@ pub fn workspace(
         Backend::Cpu { .. } => {}
     }
     if g.is_depthwise() {
-        return g.depthwise_workspace(at);
+        return g.depthwise_workspace(at, weight_grad);
     }
     let (elem, acc) = (at.dtype.size_in_bytes(), cpu::acc_bytes(at.dtype));
     // The accumulator type, and copies of operands in it where they are stored in another.
@@ -470,9 +482,14 @@ pub fn workspace(
         }
     };
     let chunks = weight_gradient_chunks(at.batch, at.threads());
-    let weight =
-        (0..chunks).map(|chunk| chunk_workspace(chunk_images(chunk, chunks, at.batch).len())).sum::<usize>()
-            + (chunks - 1) * n * k * acc;
+    let weight = match weight_grad {
+        true => {
+            let images = |chunk: usize| chunk_images(chunk, chunks, at.batch).len();
+            (0..chunks).map(|chunk| chunk_workspace(images(chunk))).sum::<usize>()
+                + (chunks - 1) * n * k * acc
+        }
+        false => 0,
+    };
     let input = match g.input_gradient_geometry().and_then(|back| conv_workspace(at.dtype, &back, at.batch)) {
         Some(packed) => packed as usize,
         None => {
@@ -520,19 +537,26 @@ fn weight_gradient_bytes(g: &ConvGeometry, dtype: DType) -> usize {
     padded_weight_bytes(g, if dtype == DType::F64 { DType::F64 } else { DType::F32 })
 }
 
-fn cuda_workspace(g: &ConvGeometry, bias: bool, batch: usize, dtype: DType) -> (u64, u64) {
+fn cuda_workspace(
+    g: &ConvGeometry,
+    weight_grad: bool,
+    bias_grad: bool,
+    at: crate::base::MicroBatchSpec,
+) -> (u64, u64) {
+    let (batch, dtype) = (at.batch, at.dtype);
     let rows = batch * g.output_pixels();
     let layout = ChannelLayout { channels: g.out_channels, rows, rows_per_unit: rows };
-    let sums = match bias {
+    let sums = match bias_grad {
         true => GridPartition::new(dtype, &layout).parts * g.out_channels * dtype.size_in_bytes().max(4),
         false => 0,
     };
     let (forward, backward) = match (g.is_depthwise(), g.is_pointwise()) {
-        (true, _) => (0, depthwise::cuda_workspace(g, batch, dtype)),
+        (true, _) => (0, if weight_grad { depthwise::cuda_workspace(g, batch, dtype) } else { 0 }),
         (_, true) => (0, 0),
         _ => {
             let bytes = cuda_patch_workspace(g, batch, dtype);
-            (bytes + weight_copy_bytes(g, dtype), bytes + weight_gradient_bytes(g, dtype))
+            let weight = if weight_grad { weight_gradient_bytes(g, dtype) } else { 0 };
+            (bytes + weight_copy_bytes(g, dtype), bytes + weight)
         }
     };
     (forward as u64, backward.max(sums) as u64)

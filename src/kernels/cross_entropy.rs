@@ -74,6 +74,15 @@ impl std::ops::Deref for ClassWeights {
     }
 }
 
+/// What a backward pass computes.
+#[derive(Clone, Copy)]
+struct HeadBackward<'a> {
+    /// Factor on the summed loss.
+    scale: f64,
+    grads: WeightBiasGrads<'a>,
+    needs_input_grad: bool,
+}
+
 impl LinearCrossEntropy<'_> {
     #[cfg(feature = "cuda")]
     fn is_plain_softmax(&self) -> bool {
@@ -111,8 +120,8 @@ impl LinearCrossEntropy<'_> {
         Ok(loss)
     }
 
-    /// Returns the metric sums and the gradient of `scale` times the summed loss with respect to `x`, and accumulates
-    /// the gradients of weight and bias into `grads`. `targets` holds one class per row, or (class, class, bits of the
+    /// Returns the metric sums and, if `needs_input_grad`, the gradient of `scale` times the summed loss with respect to
+    /// `x`, and accumulates the gradients of weight and bias into `grads`. `targets` holds one class per row, or (class, class, bits of the
     /// first one's fraction). Only [`evaluate`](Self::evaluate) counts top-1 and top-5 hits reliably: some
     /// implementations skip them here.
     pub fn forward_backward(
@@ -121,17 +130,15 @@ impl LinearCrossEntropy<'_> {
         targets: &Tensor,
         scale: f64,
         grads: &WeightBiasGrads,
-    ) -> Result<(PendingMetricSums, Tensor)> {
-        on_cuda!(x, |device| self.forward_backward_cuda(device, x, targets, scale, grads));
-        let backward = Some((scale, grads));
+        needs_input_grad: bool,
+    ) -> Result<(PendingMetricSums, Option<Tensor>)> {
+        on_cuda!(x, |device| self.forward_backward_cuda(device, x, targets, scale, grads, needs_input_grad));
+        let backward = Some(HeadBackward { scale, grads: *grads, needs_input_grad });
         let (sums, dx) = match reference::has_cpu_kernel(x) {
             true => with_elem!(x.dtype(), T => self.run_cpu::<T>(x, targets, backward)?),
             false => self.run_reference(x, targets, backward)?,
         };
-        match dx {
-            Some(dx) => Ok((sums.into(), dx)),
-            None => candle_core::bail!("cross-entropy: the backward pass returned no gradient"),
-        }
+        Ok((sums.into(), dx))
     }
 
     /// The metric sums only.
@@ -149,7 +156,7 @@ impl LinearCrossEntropy<'_> {
         &self,
         x: &Tensor,
         targets: &Tensor,
-        backward: Option<(f64, &WeightBiasGrads)>,
+        backward: Option<HeadBackward>,
     ) -> Result<(MetricSums, Option<Tensor>)> {
         let (classes, width) = self.weight.dims2()?;
         let rows = x.elem_count() / width;
@@ -174,7 +181,8 @@ impl LinearCrossEntropy<'_> {
             }
         }
         if kept.is_empty() {
-            return Ok((sums, backward.map(|_| x.zeros_like()).transpose()?));
+            let dx = backward.filter(|backward| backward.needs_input_grad);
+            return Ok((sums, dx.map(|_| x.zeros_like()).transpose()?));
         }
         let n = kept.len();
         let kept = Tensor::from_vec(kept, n, x.device())?;
@@ -191,10 +199,10 @@ impl LinearCrossEntropy<'_> {
         let inputs: Vec<&Tensor> = [x, self.weight].into_iter().chain(self.bias).collect();
         let value = loss(&inputs.iter().map(|t| (*t).clone()).collect::<Vec<_>>())?;
         sums.loss = value.to_dtype(DType::F64)?.to_scalar()?;
-        let Some((scale, grads)) = backward else { return Ok((sums, None)) };
+        let Some(HeadBackward { scale, grads, needs_input_grad }) = backward else { return Ok((sums, None)) };
         let dy = Tensor::new(scale, x.device())?.to_dtype(x.dtype())?;
         let computed = reference::gradients(&inputs, &dy, loss)?;
-        Ok((sums, reference::accumulate_weight_bias(computed, grads, true)?))
+        Ok((sums, reference::accumulate_weight_bias(computed, &grads, needs_input_grad)?))
     }
 
     /// The linear layer that computes the logits.
@@ -211,7 +219,7 @@ impl LinearCrossEntropy<'_> {
         &self,
         x: &Tensor,
         targets: &Tensor,
-        backward: Option<(f64, &WeightBiasGrads)>,
+        backward: Option<HeadBackward>,
     ) -> Result<(MetricSums, Option<Tensor>)> {
         let (values, weight) = (cpu::view::<T>(x)?, cpu::view::<T>(self.weight)?);
         if is_native_dtype(T::DTYPE) {
@@ -230,7 +238,7 @@ impl LinearCrossEntropy<'_> {
         values: &[V],
         weight: &[V],
         targets: &Tensor,
-        backward: Option<(f64, &WeightBiasGrads)>,
+        backward: Option<HeadBackward>,
     ) -> Result<(MetricSums, Option<Tensor>)> {
         let (classes, width) = self.weight.dims2()?;
         let bias = self.bias.map(cpu::view::<T>).transpose()?;
@@ -242,10 +250,13 @@ impl LinearCrossEntropy<'_> {
         }
         let chunk = chunk_rows(rows, classes);
         let mut logits = cpu::uninit::<T::Acc>(chunk * classes);
-        let mut dx = cpu::uninit::<T>(if backward.is_some() { rows * width } else { 0 });
-        let len_if = |needed: bool, values: usize| if needed && backward.is_some() { values } else { 0 };
-        let mut rounded = cpu::uninit::<V>(len_if(V::DTYPE != <T::Acc as WithDType>::DTYPE, logits.len()));
-        let mut dx_acc = cpu::uninit::<T::Acc>(len_if(V::DTYPE != T::DTYPE, chunk * width));
+        let needs_input_grad = backward.is_some_and(|backward| backward.needs_input_grad);
+        let mut dx = cpu::uninit::<T>(if needs_input_grad { rows * width } else { 0 });
+        let len_if = |needed: bool, values: usize| if needed { values } else { 0 };
+        let rounds = backward.is_some() && V::DTYPE != <T::Acc as WithDType>::DTYPE;
+        let mut rounded = cpu::uninit::<V>(len_if(rounds, logits.len()));
+        let mut dx_acc =
+            cpu::uninit::<T::Acc>(len_if(needs_input_grad && V::DTYPE != T::DTYPE, chunk * width));
         let mut sums = MetricSums::default();
         let w = MatView::new(weight, classes, width);
         for first in (0..rows).step_by(chunk.max(1)) {
@@ -253,11 +264,11 @@ impl LinearCrossEntropy<'_> {
             let logits = &mut logits[..n * classes];
             let x = MatView::new(&values[first * width..][..n * width], n, width);
             gemm(logits, classes, x, w.t(), false, Threading::Parallel);
-            let scale = backward.map(|(scale, _)| scale);
+            let scale = backward.map(|backward| backward.scale);
             let targets = &targets[first * per_row..][..n * per_row];
             let (chunk_sums, columns) = self.loss_grad_rows(logits, bias.as_deref(), targets, n, scale);
             sums += chunk_sums;
-            let Some((_, grads)) = backward else { continue };
+            let Some(HeadBackward { grads, .. }) = backward else { continue };
             if let Some(into) = grads.bias {
                 cpu::with_slice_mut::<T::Acc, _>(into, |into| add_partials(into, &columns))?;
             }
@@ -269,9 +280,14 @@ impl LinearCrossEntropy<'_> {
                 }
             };
             let d = MatView::new(d, n, classes);
-            cpu::with_slice_mut::<T::Acc, _>(grads.weight, |into| {
-                gemm(into, width, d.t(), x, true, Threading::Parallel)
-            })?;
+            if let Some(into) = grads.weight {
+                cpu::with_slice_mut::<T::Acc, _>(into, |into| {
+                    gemm(into, width, d.t(), x, true, Threading::Parallel)
+                })?;
+            }
+            if !needs_input_grad {
+                continue;
+            }
             let dx = &mut dx[first * width..][..n * width];
             match downcast_slice_mut(dx) {
                 Some(dx) => matmul::<V>(dx, d, w, Threading::Parallel),
@@ -281,7 +297,7 @@ impl LinearCrossEntropy<'_> {
                 }
             }
         }
-        let dx = backward.is_some().then(|| cpu::tensor(dx, x.shape())).transpose()?;
+        let dx = needs_input_grad.then(|| cpu::tensor(dx, x.shape())).transpose()?;
         Ok((sums, dx))
     }
 

@@ -68,12 +68,16 @@ impl ConvGeometry {
     }
 
     /// Bytes of temporaries of the forward pass and of the backward pass.
-    pub(super) fn depthwise_workspace(&self, at: crate::base::MicroBatchSpec) -> (u64, u64) {
+    pub(super) fn depthwise_workspace(
+        &self,
+        at: crate::base::MicroBatchSpec,
+        weight_grad: bool,
+    ) -> (u64, u64) {
         let acc = at.dtype.size_in_bytes().max(4);
         let cells = self.kernel * self.kernel;
         let (c, taps) = (self.in_channels, cells * std::mem::size_of::<Tap>());
         let each = |pixels: usize| cells * c * acc + at.threads() * (pixels * c * acc + taps);
-        let weight = image_runs(at.batch).1 * cells * c * acc;
+        let weight = if weight_grad { image_runs(at.batch).1 * cells * c * acc } else { 0 };
         (each(self.output().1) as u64, weight.max(each(1)) as u64)
     }
 }

@@ -23,9 +23,9 @@ pub struct EmbeddingKernel<'a> {
     pub starts: Option<&'a [usize]>,
 }
 
-/// The gradients to accumulate into, in the shapes of [`EmbeddingKernel`].
+/// The gradients to accumulate into, in the shapes of [`EmbeddingKernel`]; `None` for a frozen table.
 pub struct EmbeddingGrads<'a> {
-    pub tokens: &'a Tensor,
+    pub tokens: Option<&'a Tensor>,
     pub positions: Option<&'a Tensor>,
     pub token_types: Option<&'a Tensor>,
 }
@@ -119,23 +119,25 @@ impl EmbeddingKernel<'_> {
         let add = |into: &mut [T::Acc], row: &[T]| {
             vectorised!(T, || into.iter_mut().zip(row).for_each(|(a, d)| *a += d.to_acc()))
         };
-        // Sorted by token, then by position: each owner of a range of the table finds its rows together and adds them
-        // in the same order, however the table is split among threads.
-        let mut sort_keys: Vec<u64> =
-            ids.iter().enumerate().map(|(i, &id)| (id as u64) << 32 | i as u64).collect();
-        sort_keys.par_sort_unstable();
-        let rows = vocab.div_ceil(64).max(1);
-        cpu::with_slice_mut::<T::Acc, _>(grads.tokens, |table| {
-            cpu::parallel_for_chunks(table, rows * n, |chunk, table| {
-                let first = chunk * rows;
-                let from = sort_keys.partition_point(|p| ((p >> 32) as usize) < first);
-                for sort_key in sort_keys[from..].iter().take_while(|p| ((*p >> 32) as usize) < first + rows)
-                {
-                    let row = (sort_key >> 32) as usize - first;
-                    add(&mut table[row * n..][..n], row_of(*sort_key as u32 as usize));
-                }
-            })
-        })?;
+        if let Some(tokens) = grads.tokens {
+            // Sorted by token, then by position: each owner of a range of the table finds its rows together and adds
+            // them in the same order, however the table is split among threads.
+            let mut sort_keys: Vec<u64> =
+                ids.iter().enumerate().map(|(i, &id)| (id as u64) << 32 | i as u64).collect();
+            sort_keys.par_sort_unstable();
+            let rows = vocab.div_ceil(64).max(1);
+            cpu::with_slice_mut::<T::Acc, _>(tokens, |table| {
+                cpu::parallel_for_chunks(table, rows * n, |chunk, table| {
+                    let first = chunk * rows;
+                    let from = sort_keys.partition_point(|p| ((p >> 32) as usize) < first);
+                    let own = sort_keys[from..].iter().take_while(|p| ((*p >> 32) as usize) < first + rows);
+                    for sort_key in own {
+                        let row = (sort_key >> 32) as usize - first;
+                        add(&mut table[row * n..][..n], row_of(*sort_key as u32 as usize));
+                    }
+                })
+            })?;
+        }
         if let Some(positions) = grads.positions {
             cpu::with_slice_mut::<T::Acc, _>(positions, |table| {
                 cpu::parallel_for_chunks(&mut table[..length * n], n, |t, into| {
@@ -153,14 +155,20 @@ impl EmbeddingKernel<'_> {
     }
 }
 
-/// Workspace in bytes of the backward pass over `rows` tokens.
-pub fn workspace(dtype: DType, rows: usize, width: usize, has_token_types: bool) -> u64 {
-    let sums = if has_token_types {
+/// Workspace in bytes of the backward pass over `rows` tokens, which computes these gradients.
+pub fn workspace(
+    dtype: DType,
+    rows: usize,
+    width: usize,
+    (token_grad, token_type_grad): (bool, bool),
+) -> u64 {
+    let sort_keys = if token_grad { rows * size_of::<u64>() } else { 0 };
+    let sums = if token_type_grad {
         rows.div_ceil(cpu::rows_per_chunk(width)) * width * cpu::acc_bytes(dtype)
     } else {
         0
     };
-    (rows * size_of::<u64>() + sums) as u64
+    (sort_keys + sums) as u64
 }
 
 /// Sorted rows per GPU block: `SEGMENT_LEN` in embedding.cu.
@@ -177,7 +185,18 @@ fn cuda_boundary_bytes(dtype: DType, rows: usize, width: usize) -> u64 {
 }
 
 /// Workspace in bytes of the backward pass over `rows` tokens on a GPU.
-pub fn cuda_workspace(dtype: DType, rows: usize, vocab: usize, width: usize, has_token_types: bool) -> u64 {
+pub fn cuda_workspace(
+    dtype: DType,
+    rows: usize,
+    (vocab, width): (usize, usize),
+    (token_grad, token_type_grad): (bool, bool),
+) -> u64 {
     let tokens = cuda_sort_bytes(rows, vocab) + cuda_boundary_bytes(dtype, rows, width);
-    if has_token_types { tokens.max(linear::bias_gradient_workspace(dtype, rows, width)) } else { tokens }
+    let token_types = linear::bias_gradient_workspace(dtype, rows, width);
+    [(token_grad, tokens), (token_type_grad, token_types)]
+        .into_iter()
+        .filter(|(computed, _)| *computed)
+        .map(|(_, bytes)| bytes)
+        .max()
+        .unwrap_or(0)
 }

@@ -121,12 +121,10 @@ impl GroupNormKernel<'_> {
             db.iter_mut().zip(sum).for_each(|(b, s)| *b += s);
             dw.iter_mut().zip(cross).enumerate().for_each(|(c, (w, k))| *w += k * rstd(unit, c));
         }
-        cpu::with_slice_mut::<T::Acc, _>(grads.weight, |into| {
-            into.iter_mut().zip(&dw).for_each(|(a, b)| *a += T::Acc::of_f64(*b))
-        })?;
-        if let Some(bias) = grads.bias {
-            cpu::with_slice_mut::<T::Acc, _>(bias, |into| {
-                into.iter_mut().zip(&db).for_each(|(a, b)| *a += T::Acc::of_f64(*b))
+        for (into, sums) in [(grads.weight, &dw), (grads.bias, &db)] {
+            let Some(into) = into else { continue };
+            cpu::with_slice_mut::<T::Acc, _>(into, |into| {
+                into.iter_mut().zip(sums).for_each(|(a, b)| *a += T::Acc::of_f64(*b))
             })?;
         }
         if !needs_input_grad {

@@ -34,9 +34,10 @@ pub struct LinearKernel<'a> {
     pub act: Activation,
 }
 
-/// The gradients that a backward pass accumulates into.
+/// The gradients that a backward pass accumulates into; `None` for a frozen parameter.
+#[derive(Clone, Copy)]
 pub struct WeightBiasGrads<'a> {
-    pub weight: &'a Tensor,
+    pub weight: Option<&'a Tensor>,
     pub bias: Option<&'a Tensor>,
 }
 
@@ -152,21 +153,33 @@ impl LinearKernel<'_> {
         Ok((cpu::tensor(out, shape)?, None))
     }
 
-    /// Accumulates the parameter gradients into `grads` and returns the input gradient if `needs_input_grad`. `v` is
-    /// the tensor that [`Activation::saved_for_backward`] names; `dy` is overwritten.
+    /// The shape of an input, from that of the gradient of its output.
+    fn input_shape(&self, dy: &Tensor) -> Result<Vec<usize>> {
+        let mut shape = dy.dims().to_vec();
+        if let Some(last) = shape.last_mut() {
+            *last = self.in_out_features()?.0;
+        }
+        Ok(shape)
+    }
+
+    /// Accumulates the parameter gradients into `grads` and returns the input gradient if `needs_input_grad`. Only the
+    /// weight gradient reads `x`. `v` is the tensor that [`Activation::saved_for_backward`] names; `dy` is overwritten.
     pub fn backward(
         &self,
-        x: &Tensor,
+        x: Option<&Tensor>,
         v: Option<&Tensor>,
         dy: Tensor,
         grads: &WeightBiasGrads,
         needs_input_grad: bool,
     ) -> Result<Option<Tensor>> {
-        on_cuda!(x, |device| self.backward_cuda(device, x, v, dy, grads, needs_input_grad));
-        if !reference::has_cpu_kernel(x) {
-            return self.backward_reference(x, dy, grads, needs_input_grad);
+        on_cuda!(dy, |device| self.backward_cuda(device, x, v, dy, grads, needs_input_grad));
+        if !reference::has_cpu_kernel(&dy) {
+            return match x {
+                Some(x) => self.backward_reference(x, dy, grads, needs_input_grad),
+                None => candle_core::bail!("linear: the reference needs the input"),
+            };
         }
-        with_elem!(x.dtype(), T => self.backward_cpu::<T>(x, v, dy, grads, needs_input_grad))
+        with_elem!(dy.dtype(), T => self.backward_cpu::<T>(x, v, dy, grads, needs_input_grad))
     }
 
     /// The part of `backward` that does not read the input; CUDA only. It turns `dy` into the gradient before the
@@ -204,15 +217,15 @@ impl LinearKernel<'_> {
 
     fn backward_cpu<T: Elem>(
         &self,
-        x: &Tensor,
+        x: Option<&Tensor>,
         v: Option<&Tensor>,
         dy: Tensor,
         grads: &WeightBiasGrads,
         needs_input_grad: bool,
     ) -> Result<Option<Tensor>> {
         let (k, n) = self.in_out_features()?;
-        let values = cpu::view::<T>(x)?;
-        let rows = values.len() / k;
+        let values = x.map(cpu::view::<T>).transpose()?;
+        let rows = dy.elem_count() / n;
         let preactivation_grad = |v| {
             let v = cpu::view::<T>(v)?;
             cpu::with_slice_mut::<T, _>(&dy, |d| {
@@ -222,14 +235,15 @@ impl LinearKernel<'_> {
         let sums = v.map(preactivation_grad).transpose()?;
         let (d, w) = (cpu::view::<T>(&dy)?, cpu::view::<T>(self.weight)?);
         let all: &[T] = &d;
-        let (values, d, w) =
-            (MatView::new(&values, rows, k), MatView::new(all, rows, n), self.weight_matrix(&w)?);
+        let (d, w) = (MatView::new(all, rows, n), self.weight_matrix(&w)?);
+        let values = values.as_ref().map(|values| MatView::new(values, rows, k));
         let weight = || {
             if let Some(bias) = grads.bias {
                 let sums = sums.unwrap_or_else(|| column_sums(all, n));
                 cpu::with_slice_mut::<T::Acc, _>(bias, |bias| add_partials(bias, &sums))?;
             }
-            cpu::with_slice_mut::<T::Acc, _>(grads.weight, |dw| match self.weight_layout {
+            let (Some(dw), Some(values)) = (grads.weight, values) else { return Ok(()) };
+            cpu::with_slice_mut::<T::Acc, _>(dw, |dw| match self.weight_layout {
                 WeightLayout::OutIn => gemm(dw, k, d.t(), values, true, Threading::Parallel),
                 WeightLayout::InOut => gemm(dw, n, values.t(), d, true, Threading::Parallel),
             })
@@ -241,7 +255,7 @@ impl LinearKernel<'_> {
         };
         let (done, dx) = join_backward(T::DTYPE, weight, || needs_input_grad.then(input));
         done?;
-        dx.map(|dx| cpu::tensor(dx, x.shape())).transpose()
+        dx.map(|dx| cpu::tensor(dx, self.input_shape(&dy)?)).transpose()
     }
 
     fn backward_reference(
@@ -276,11 +290,19 @@ pub(super) fn join_backward<A: Send, B: Send>(
     if runs_concurrently(dtype) { rayon::join(weight, input) } else { (weight(), input()) }
 }
 
-/// Bytes of temporaries of the forward and the backward GEMMs with a weight of `k` inputs and `n` outputs.
-pub fn workspace(dtype: DType, weight_layout: WeightLayout, rows: usize, k: usize, n: usize) -> (u64, u64) {
+/// Bytes of temporaries of the forward and the backward GEMMs with a weight of `k` inputs and `n` outputs, frozen or
+/// `trained`.
+pub fn workspace(
+    dtype: DType,
+    weight_layout: WeightLayout,
+    rows: usize,
+    (k, n): (usize, usize),
+    trained: bool,
+) -> (u64, u64) {
     let output = matmul_workspace(dtype, (rows, k, n), false, Threading::Parallel);
     let input = matmul_workspace(dtype, (rows, n, k), false, Threading::Parallel);
     let weight = match weight_layout {
+        _ if !trained => 0,
         WeightLayout::OutIn => gemm_workspace(dtype, (n, rows, k), true, Threading::Parallel),
         WeightLayout::InOut => gemm_workspace(dtype, (k, rows, n), true, Threading::Parallel),
     };

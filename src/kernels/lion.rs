@@ -19,7 +19,7 @@ pub struct LionKernel {
 
 /// Number of state values, in the dtype of the master weights.
 pub fn state_len(params: &FlatLayout) -> usize {
-    params.len
+    params.trained_len
 }
 
 impl LionKernel {

@@ -428,8 +428,10 @@ extern "C" int norm_backward(int type, const void *x, const void *stats, void *d
             else if (dx) LONG(1);
             // One vector at a time, through the same buffer.
             WeightGradTerm<T> dot_xhat{(const T *)x, (const T *)dy, (const R *)stats, n, bool(centred)};
-            launch_partial_sums<R>((R *)partial, rows, n, parts, dot_xhat, stream);
-            launch_add_partials<R>((R *)partial, {{(R *)dw}, 1}, parts, n, stream);
+            if (dw) {
+                launch_partial_sums<R>((R *)partial, rows, n, parts, dot_xhat, stream);
+                launch_add_partials<R>((R *)partial, {{(R *)dw}, 1}, parts, n, stream);
+            }
             auto plain = [&](const void *of, void *into) {
                 if (!into) return;
                 launch_partial_sums<R>((R *)partial, rows, n, parts, MatrixValues<T>{(const T *)of, n}, stream);

@@ -174,8 +174,8 @@ impl NormKernel<'_> {
             .map(|(i, ((x, dy), stats))| {
                 // SAFETY: only chunk `i` writes these rows.
                 let dx = unsafe { all.range_mut(i * rows * n, x.len()) };
-                let mut dw = vec![T::Acc::ZERO; n];
-                let mut db = vec![T::Acc::ZERO; if self.bias.is_some() { n } else { 0 }];
+                let mut dw = vec![T::Acc::ZERO; if grads.weight.is_some() { n } else { 0 }];
+                let mut db = vec![T::Acc::ZERO; if grads.bias.is_some() { n } else { 0 }];
                 vectorised!(T, || {
                     let row =
                         x.chunks_exact(n).zip(dy.chunks_exact(n)).zip(stats.chunks_exact(stats_per_row));
@@ -202,9 +202,9 @@ impl NormKernel<'_> {
                 (dw, db)
             })
             .unzip();
-        cpu::with_slice_mut::<T::Acc, _>(grads.weight, |into| add_partials(into, &weights))?;
-        if let Some(into) = grads.bias {
-            cpu::with_slice_mut::<T::Acc, _>(into, |into| add_partials(into, &biases))?;
+        for (into, sums) in [(grads.weight, weights), (grads.bias, biases)] {
+            let Some(into) = into else { continue };
+            cpu::with_slice_mut::<T::Acc, _>(into, |into| add_partials(into, &sums))?;
         }
         Ok(dx)
     }

@@ -17,6 +17,9 @@ pub struct Projection<'a> {
     pub bias: Option<&'a Tensor>,
 }
 
+/// The gradients of a map; `None` for a frozen parameter.
+pub type ProjectionGrads<'a> = super::linear::WeightBiasGrads<'a>;
+
 /// The maps, each with its first output column, and the total number of columns.
 fn with_column_offsets<'a>(projections: &[Projection<'a>]) -> Result<(Vec<(usize, Projection<'a>)>, usize)> {
     let mut columns = 0;
@@ -85,38 +88,50 @@ fn forward_cpu<T: Elem>(x: &Tensor, projections: &[Projection]) -> Result<Tensor
     cpu::tensor(y, [&x.dims()[..x.rank() - 1], &[n]].concat())
 }
 
+/// The shape of the input of these maps, whose output has the gradient `dy`.
+fn input_shape(projections: &[Projection], dy: &Tensor) -> Result<Vec<usize>> {
+    let mut shape = dy.dims().to_vec();
+    if let (Some(last), Some(projection)) = (shape.last_mut(), projections.first()) {
+        *last = projection.weight.dim(1)?;
+    }
+    Ok(shape)
+}
+
 /// Accumulates the gradients of the maps into `grads`, in the same order, and returns the input gradient if
-/// `needs_input_grad`.
+/// `needs_input_grad`. Only the weight gradients read `x`.
 pub fn backward(
-    x: &Tensor,
+    x: Option<&Tensor>,
     projections: &[Projection],
     dy: &Tensor,
-    grads: &[Projection],
+    grads: &[ProjectionGrads],
     needs_input_grad: bool,
 ) -> Result<Option<Tensor>> {
-    on_cuda!(x, |device| gpu::backward(device, x, projections, dy, grads, needs_input_grad));
-    with_elem!(x.dtype(), T => backward_cpu::<T>(x, projections, dy, grads, needs_input_grad))
+    on_cuda!(dy, |device| gpu::backward(device, x, projections, dy, grads, needs_input_grad));
+    with_elem!(dy.dtype(), T => backward_cpu::<T>(x, projections, dy, grads, needs_input_grad))
 }
 
 fn backward_cpu<T: Elem>(
-    x: &Tensor,
+    x: Option<&Tensor>,
     projections: &[Projection],
     dy: &Tensor,
-    grads: &[Projection],
+    grads: &[ProjectionGrads],
     needs_input_grad: bool,
 ) -> Result<Option<Tensor>> {
-    let ((projections, n), k) = (with_column_offsets(projections)?, x.dim(x.rank() - 1)?);
-    let (values, d) = (cpu::view::<T>(x)?, cpu::view::<T>(dy)?);
-    let (values, d): (&[T], &[T]) = (&values, &d);
-    let rows = values.len() / k;
+    let shape = input_shape(projections, dy)?;
+    let ((projections, n), k) = (with_column_offsets(projections)?, shape.last().copied().unwrap_or(1));
+    let (values, d) = (x.map(cpu::view::<T>).transpose()?, cpu::view::<T>(dy)?);
+    let (values, d): (Option<&[T]>, &[T]) = (values.as_deref(), &d);
+    let rows = d.len() / n;
     let sums = if grads.iter().any(|g| g.bias.is_some()) { column_sums(d, n) } else { Vec::new() };
     let projection_columns = |first: usize, outputs: usize| MatView::strided(&d[first..], rows, outputs, n);
     let weights = || -> Result<()> {
         for ((first, projection), grad) in projections.iter().zip(grads) {
             let d = projection_columns(*first, projection.weight.dim(0)?);
-            cpu::with_slice_mut::<T::Acc, _>(grad.weight, |dw| {
-                gemm::<T>(dw, k, d.t(), MatView::new(values, rows, k), true, Threading::Parallel)
-            })?;
+            if let (Some(dw), Some(values)) = (grad.weight, values) {
+                cpu::with_slice_mut::<T::Acc, _>(dw, |dw| {
+                    gemm::<T>(dw, k, d.t(), MatView::new(values, rows, k), true, Threading::Parallel)
+                })?;
+            }
             if let Some(bias) = grad.bias {
                 cpu::with_slice_mut::<T::Acc, _>(bias, |into| {
                     for sum in &sums {
@@ -150,11 +165,12 @@ fn backward_cpu<T: Elem>(
     };
     let (done, dx) = join_backward(T::DTYPE, weights, || needs_input_grad.then(input).transpose());
     done?;
-    dx?.map(|dx| cpu::tensor(dx, x.shape())).transpose()
+    dx?.map(|dx| cpu::tensor(dx, shape)).transpose()
 }
 
-/// Bytes of temporaries of the forward and the backward pass of maps from `k` values to `widths`.
-pub fn workspace(dtype: DType, rows: usize, k: usize, widths: &[usize]) -> (u64, u64) {
+/// Bytes of temporaries of the forward and the backward pass of maps from `k` values to `widths`, each of them `trained`
+/// or frozen.
+pub fn workspace(dtype: DType, rows: usize, k: usize, widths: &[usize], trained: &[bool]) -> (u64, u64) {
     let acc = cpu::acc_bytes(dtype);
     // Results in the accumulator type, if that is not the stored type.
     let acc_copy = |values: usize| if dtype.size_in_bytes() == acc { 0 } else { (values * acc) as u64 };
@@ -166,7 +182,10 @@ pub fn workspace(dtype: DType, rows: usize, k: usize, widths: &[usize]) -> (u64,
     let input = largest(&|n| gemm_workspace(dtype, (rows, n, k), false, Threading::Parallel))
         + acc_copy(rows * k)
         + gaps;
-    let weight = largest(&|n| gemm_workspace(dtype, (n, rows, k), true, Threading::Parallel)) + gaps;
+    let weights = widths.iter().zip(trained).filter(|(_, trained)| **trained);
+    let weights =
+        weights.map(|(n, _)| gemm_workspace(dtype, (*n, rows, k), true, Threading::Parallel) + gaps);
+    let weight = weights.max().unwrap_or(0);
     let backward = if is_native_dtype(dtype) { weight + input } else { weight.max(input) };
     (output + acc_copy(rows * columns), backward)
 }

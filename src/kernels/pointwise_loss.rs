@@ -97,21 +97,19 @@ impl LinearPointwiseLoss<'_> {
         self.loss_fn.reference(&p, &targets)?.sum_all()? / values as f64
     }
 
-    /// Returns the metric sums and the gradient of `scale` times the summed loss with respect to `x`, and accumulates
-    /// the gradients of weight and bias into `grads`. `targets` are f32.
+    /// Returns the metric sums and, if `needs_input_grad`, the gradient of `scale` times the summed loss with respect to
+    /// `x`, and accumulates the gradients of weight and bias into `grads`. `targets` are f32.
     pub fn forward_backward(
         &self,
         x: &Tensor,
         targets: &Tensor,
         scale: f64,
         grads: &WeightBiasGrads,
-    ) -> Result<(PendingMetricSums, Tensor)> {
+        needs_input_grad: bool,
+    ) -> Result<(PendingMetricSums, Option<Tensor>)> {
         let (p, _) = self.linear().forward(x)?;
         let sums = self.loss_and_grad(&p, targets, Some(scale))?;
-        match self.linear().backward(x, None, p, grads, true)? {
-            Some(dx) => Ok((sums, dx)),
-            None => candle_core::bail!("pointwise loss: the backward pass returned no gradient"),
-        }
+        Ok((sums, self.linear().backward(Some(x), None, p, grads, needs_input_grad)?))
     }
 
     /// The metric sums only.
@@ -200,10 +198,11 @@ impl LinearPointwiseLoss<'_> {
     }
 }
 
-/// Workspace in bytes of `evaluate` and of `forward_backward` for `rows` rows of predictions.
-pub fn workspace(dtype: DType, rows: usize, outputs: usize, width: usize) -> (u64, u64) {
+/// Workspace in bytes of `evaluate` and of `forward_backward` for `rows` rows of predictions, with a weight that is frozen
+/// or `trained`.
+pub fn workspace(dtype: DType, rows: usize, outputs: usize, width: usize, trained: bool) -> (u64, u64) {
     let (forward, backward) =
-        super::linear::workspace(dtype, super::linear::WeightLayout::OutIn, rows, width, outputs);
+        super::linear::workspace(dtype, WeightLayout::OutIn, rows, (width, outputs), trained);
     let predictions = cpu::size_in_bytes(dtype, rows * outputs);
     (predictions + forward, predictions + backward)
 }

@@ -80,8 +80,8 @@ pub fn accumulate_weight_bias(
 ) -> Result<Option<Tensor>> {
     let mut computed = computed.into_iter();
     let dx = computed.next();
-    for (into, g) in std::iter::once(grads.weight).chain(grads.bias).zip(computed) {
-        accumulate(into, &g)?;
+    for (into, g) in [grads.weight, grads.bias].into_iter().zip(computed) {
+        into.map_or(Ok(()), |into| accumulate(into, &g))?;
     }
     Ok(dx.filter(|_| needs_input_grad))
 }

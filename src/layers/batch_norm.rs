@@ -1,15 +1,16 @@
 //! Batch normalization of images over groups of a fixed number of samples, with a fused clamp activation.
 //!
 //! The model sets the group size, never the available memory: a micro-batch is a multiple of it. Training updates the
-//! running statistics group by group in sample order; evaluation normalizes with them.
+//! running statistics group by group in sample order; evaluation normalizes with them. So does training if both
+//! parameters are frozen, like Keras's layer with `trainable = False`: the statistics stay what the weights were trained
+//! with, and the layer is a scale and a shift per channel.
 
 use candle_core::{DType, Result, Tensor};
 
 use super::{Cost, Layer, Mode, PassContext, SavedTensors};
 use crate::base::MicroBatchSpec;
-use crate::kernels::batch_norm::{BatchNormKernel as Kernel, RunningStats, workspace};
+use crate::kernels::batch_norm::{BatchNormKernel as Kernel, RunningStats, evaluate_workspace, workspace};
 use crate::kernels::channels::ChannelLayout;
-use crate::kernels::linear::WeightBiasGrads;
 use crate::kernels::{Activation, ClampActivation, add};
 use crate::params::{ParamId, ParamInit, ParamRegistry, StatId};
 
@@ -68,7 +69,12 @@ impl BatchNorm {
         self.shape.last().copied().unwrap_or(1)
     }
 
-    /// Computes `act(forward(x) + residual)`.
+    /// Whether it normalizes with the running statistics in training too.
+    pub fn is_frozen(&self) -> bool {
+        !self.weight.trained && !self.bias.trained
+    }
+
+    /// Computes `act(forward(x) + residual)`; not if frozen.
     pub fn forward_add_act(
         &self,
         x: &Tensor,
@@ -95,7 +101,7 @@ impl BatchNorm {
         pass: &PassContext,
         needs_input_grad: bool,
     ) -> Result<Option<Tensor>> {
-        let grads = WeightBiasGrads { weight: pass.grad(self.weight), bias: Some(pass.grad(self.bias)) };
+        let grads = pass.weight_bias_grads(self.weight, Some(self.bias));
         self.kernel(pass).backward_add_act(
             &saved.0[0],
             &saved.0[1],
@@ -108,7 +114,9 @@ impl BatchNorm {
 
     /// Whether the normalization pass can add a residual and apply `act` after it.
     pub fn can_add_act(&self, act: Activation) -> bool {
-        self.act == ClampActivation::Identity && ClampActivation::from_activation(act).is_some()
+        !self.is_frozen()
+            && self.act == ClampActivation::Identity
+            && ClampActivation::from_activation(act).is_some()
     }
 
     /// Recomputes the output, bit for bit.
@@ -131,6 +139,11 @@ impl Layer for BatchNorm {
         if pass.mode == Mode::Eval {
             return Ok((self.kernel(pass).evaluate(x, &running)?, SavedTensors::default()));
         }
+        if self.is_frozen() {
+            let y = self.kernel(pass).evaluate(x, &running)?;
+            let saved = (self.act != ClampActivation::Identity).then(|| y.clone());
+            return Ok((y, SavedTensors(saved.into_iter().collect())));
+        }
         let running = (pass.mode == Mode::Train).then_some(&running);
         let (y, saved_stats) = self.kernel(pass).forward(x, running)?;
         Ok((y, SavedTensors(vec![x.clone(), saved_stats])))
@@ -143,7 +156,14 @@ impl Layer for BatchNorm {
         pass: &PassContext,
         needs_input_grad: bool,
     ) -> Result<Option<Tensor>> {
-        let grads = WeightBiasGrads { weight: pass.grad(self.weight), bias: Some(pass.grad(self.bias)) };
+        if self.is_frozen() {
+            if let Some(y) = saved.0.first() {
+                add::activation_backward_inplace(y, &dy, self.act.activation())?;
+            }
+            let dx = || self.kernel(pass).evaluate_backward(&dy, &self.running_stats(pass));
+            return needs_input_grad.then(dx).transpose();
+        }
+        let grads = pass.weight_bias_grads(self.weight, Some(self.bias));
         self.kernel(pass).backward(&saved.0[0], &saved.0[1], &dy, &grads, needs_input_grad)
     }
 
@@ -154,6 +174,21 @@ impl Layer for BatchNorm {
             ChannelLayout { channels, rows: spec.batch * pixels, rows_per_unit: self.group_size * pixels };
         let (forward, backward) = workspace(spec, &cut);
         let acc = if spec.dtype == DType::F64 { 8 } else { 4 };
+        let flops = (8 * spec.batch * len) as u64;
+        if self.is_frozen() {
+            let (forward_workspace, backward_workspace) = evaluate_workspace(spec, channels);
+            let clamps = self.act != ClampActivation::Identity;
+            return Cost {
+                input_grad: spec.bytes(len),
+                output: spec.bytes(len),
+                saves_output: clamps,
+                overwrites_dy: clamps,
+                forward_workspace,
+                backward_workspace,
+                flops,
+                ..Cost::default()
+            };
+        }
         Cost {
             input_grad: spec.bytes(len),
             output: spec.bytes(len),
@@ -161,13 +196,14 @@ impl Layer for BatchNorm {
             saved: (cut.units() * 2 * channels * acc) as u64,
             forward_workspace: forward,
             backward_workspace: backward,
-            flops: (8 * spec.batch * len) as u64,
+            flops,
+            trains: true,
             ..Cost::default()
         }
     }
 
     fn micro_batch_multiple(&self) -> usize {
-        self.group_size
+        if self.is_frozen() { 1 } else { self.group_size }
     }
 
     fn num_parameters(&self) -> usize {
@@ -178,8 +214,8 @@ impl Layer for BatchNorm {
 #[cfg(test)]
 mod tests {
     use super::super::gradcheck::{
-        TestContext, check_against_autograd, check_bf16, check_cost, check_finite_differences, random_tensor,
-        relative_error, test_device, to_f64_vec,
+        TestContext, check_against_autograd, check_bf16, check_cost, check_finite_differences,
+        frozen_registry, random_tensor, relative_error, test_device, to_f64_vec,
     };
     use super::*;
     use proptest::prelude::*;
@@ -244,6 +280,27 @@ mod tests {
             for (fused, unfused) in run(true).iter().zip(run(false)) {
                 assert!(relative_error(fused, &unfused) < 1e-5, "{act:?}");
             }
+        }
+    }
+
+    /// Frozen, it scales and shifts by its running statistics, which stay, and passes the gradient of that.
+    #[test]
+    fn a_frozen_layer_evaluates() {
+        for act in [ClampActivation::Identity, ClampActivation::Relu, ClampActivation::Relu6] {
+            let build = |d: &mut ParamRegistry| {
+                *d = frozen_registry(&["*"]);
+                Box::new(BatchNorm::new(d, "n", &[2, 3, 4], 2, act)) as Box<dyn Layer>
+            };
+            let x = random_tensor(&[5, 2, 3, 4], 1);
+            check_finite_differences(&build, &x);
+            let mut registry = ParamRegistry::default();
+            let layer = build(&mut registry);
+            assert_eq!(layer.micro_batch_multiple(), 1);
+            let subject = TestContext::new(registry, DType::F64, 5);
+            let (trained, _) = layer.forward(&x, &subject.pass(Mode::Train)).unwrap();
+            let (evaluated, _) = layer.forward(&x, &subject.pass(Mode::Eval)).unwrap();
+            assert_eq!(to_f64_vec(&trained), to_f64_vec(&evaluated));
+            assert_eq!(to_f64_vec(&subject.store.stats), [[0.0; 4], [1.0; 4]].concat());
         }
     }
 

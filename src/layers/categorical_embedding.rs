@@ -76,7 +76,7 @@ impl Layer for CategoricalEmbedding {
         pass: &PassContext,
         _: bool,
     ) -> Result<Option<Tensor>> {
-        let grads = self.kernel(|id| pass.grad(id));
+        let grads: Vec<_> = self.tables.iter().map(|id| pass.grad(*id)).collect();
         self.kernel(|id| pass.weight(id)).backward(&saved.0[0], &dy, &grads)?;
         Ok(None)
     }
@@ -91,6 +91,7 @@ impl Layer for CategoricalEmbedding {
         Cost {
             output: spec.bytes(self.output_width),
             saves_input: true,
+            trains: self.tables.iter().any(|table| table.trained),
             forward_workspace: forward,
             backward_workspace: backward,
             ..Cost::default()

@@ -4,7 +4,7 @@ use candle_core::{Result, Tensor};
 
 use super::{Cost, Layer, PassContext, SavedTensors};
 use crate::base::MicroBatchSpec;
-use crate::kernels::class_token::ClassTokenKernel as Kernel;
+use crate::kernels::class_token::{ClassTokenGrads, ClassTokenKernel as Kernel};
 use crate::params::{ParamId, ParamInit, ParamRegistry};
 
 pub struct ClassToken {
@@ -38,8 +38,8 @@ impl ClassToken {
         }
     }
 
-    fn kernel<'a>(&self, view_of: impl Fn(ParamId) -> &'a Tensor) -> Kernel<'a> {
-        Kernel { class: view_of(self.class), positions: view_of(self.positions) }
+    fn kernel<'a>(&self, pass: &'a PassContext) -> Kernel<'a> {
+        Kernel { class: pass.weight(self.class), positions: pass.weight(self.positions) }
     }
 }
 
@@ -53,7 +53,7 @@ impl Layer for ClassToken {
     }
 
     fn forward(&self, x: &Tensor, pass: &PassContext) -> Result<(Tensor, SavedTensors)> {
-        Ok((self.kernel(|id| pass.weight(id)).forward(x)?, SavedTensors::default()))
+        Ok((self.kernel(pass).forward(x)?, SavedTensors::default()))
     }
 
     fn backward(
@@ -64,8 +64,8 @@ impl Layer for ClassToken {
         needs_input_grad: bool,
     ) -> Result<Option<Tensor>> {
         let shape = [&[dy.dim(0)?], self.input_shape.as_slice()].concat();
-        let grads = self.kernel(|id| pass.grad(id));
-        self.kernel(|id| pass.weight(id)).backward(&dy, &grads, needs_input_grad.then_some(&shape))
+        let grads = ClassTokenGrads { class: pass.grad(self.class), positions: pass.grad(self.positions) };
+        self.kernel(pass).backward(&dy, &grads, needs_input_grad.then_some(&shape))
     }
 
     fn cost(&self, spec: MicroBatchSpec) -> Cost {
@@ -74,6 +74,7 @@ impl Layer for ClassToken {
             input_grad: spec.bytes(len - self.width),
             output: spec.bytes(len),
             flops: (spec.batch * len) as u64,
+            trains: self.class.trained || self.positions.trained,
             ..Cost::default()
         }
     }

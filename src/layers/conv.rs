@@ -6,7 +6,6 @@ use super::{Cost, Layer, PassContext, SavedTensors};
 use crate::base::MicroBatchSpec;
 use crate::kernels::conv::{ConvKernel as Kernel, workspace};
 use crate::kernels::im2col::ConvGeometry;
-use crate::kernels::linear::WeightBiasGrads;
 use crate::kernels::{Activation, SavedForBackward};
 use crate::params::{ParamId, ParamInit, ParamRegistry};
 
@@ -62,9 +61,15 @@ impl Conv2d {
         pass: &PassContext,
         residual_grad: &Tensor,
     ) -> Result<Tensor> {
-        let grads =
-            WeightBiasGrads { weight: pass.grad(self.weight), bias: self.bias.map(|id| pass.grad(id)) };
-        self.kernel(pass).backward_accumulate(&saved.0[0], saved.0.get(1), dy, &grads, residual_grad)
+        let (grads, (x, v)) = (pass.weight_bias_grads(self.weight, self.bias), self.split_saved(&saved));
+        self.kernel(pass).backward_accumulate(x, v, dy, &grads, residual_grad)
+    }
+
+    /// The input, saved for the weight gradient, and what the activation's backward pass reads.
+    fn split_saved<'a>(&self, saved: &'a SavedTensors) -> (Option<&'a Tensor>, Option<&'a Tensor>) {
+        let reads = (self.act.saved_for_backward() != SavedForBackward::Nothing) as usize;
+        let (x, v) = saved.0.split_at(saved.0.len().saturating_sub(reads));
+        (x.first(), v.first())
     }
 }
 
@@ -80,7 +85,7 @@ impl Layer for Conv2d {
 
     fn forward(&self, x: &Tensor, pass: &PassContext) -> Result<(Tensor, SavedTensors)> {
         let (y, pre) = self.kernel(pass).forward(x)?;
-        let saved = SavedTensors::with_activation(x, &y, pre, self.act);
+        let saved = SavedTensors::with_activation(Some(x).filter(|_| self.weight.trained), &y, pre, self.act);
         Ok((y, saved))
     }
 
@@ -91,26 +96,27 @@ impl Layer for Conv2d {
         pass: &PassContext,
         needs_input_grad: bool,
     ) -> Result<Option<Tensor>> {
-        let grads =
-            WeightBiasGrads { weight: pass.grad(self.weight), bias: self.bias.map(|id| pass.grad(id)) };
-        self.kernel(pass).backward(&saved.0[0], saved.0.get(1), dy, &grads, needs_input_grad)
+        let (grads, (x, v)) = (pass.weight_bias_grads(self.weight, self.bias), self.split_saved(&saved));
+        self.kernel(pass).backward(x, v, dy, &grads, needs_input_grad)
     }
 
     fn cost(&self, spec: MicroBatchSpec) -> Cost {
         let g = &self.geometry;
         let output = spec.bytes(self.output_shape().iter().product());
-        let (forward, backward) = workspace(g, self.bias.is_some(), self.act, spec);
+        let bias_trained = self.bias.is_some_and(|bias| bias.trained);
+        let (forward, backward) = workspace(g, (self.weight.trained, bias_trained), self.act, spec);
         let reads = self.act.saved_for_backward();
         Cost {
             input_grad: spec.bytes(g.height * g.width * g.in_channels),
             output,
-            saves_input: true,
+            saves_input: self.weight.trained,
             saves_output: reads == SavedForBackward::Output,
             overwrites_dy: self.act != Activation::Identity,
             saved: if reads == SavedForBackward::Input { output } else { 0 },
             forward_workspace: forward,
             backward_workspace: backward,
             flops: g.flops(spec.batch),
+            trains: self.weight.trained || bias_trained,
             ..Cost::default()
         }
     }

@@ -10,7 +10,7 @@ use crate::kernels::cross_entropy::{
     ClassWeights, LinearCrossEntropy, cuda_workspace, fused_workspace, is_plain_softmax, reference_workspace,
     workspace,
 };
-use crate::kernels::linear::{LinearKernel, WeightBiasGrads, WeightLayout};
+use crate::kernels::linear::{LinearKernel, WeightLayout};
 use crate::params::ParamId;
 
 pub struct CrossEntropy {
@@ -50,10 +50,10 @@ impl Loss for CrossEntropy {
         x: &Tensor,
         targets: &Tensor,
         pass: &PassContext,
-    ) -> Result<(PendingMetricSums, Tensor)> {
-        let grads =
-            WeightBiasGrads { weight: pass.grad(self.weight), bias: self.bias.map(|id| pass.grad(id)) };
-        self.head(pass).forward_backward(x, targets, pass.loss_scale, &grads)
+        needs_input_grad: bool,
+    ) -> Result<(PendingMetricSums, Option<Tensor>)> {
+        let grads = pass.weight_bias_grads(self.weight, self.bias);
+        self.head(pass).forward_backward(x, targets, pass.loss_scale, &grads, needs_input_grad)
     }
 
     fn evaluate(&self, x: &Tensor, targets: &Tensor, pass: &PassContext) -> Result<PendingMetricSums> {
@@ -96,6 +96,7 @@ impl Loss for CrossEntropy {
             forward_workspace: forward,
             backward_workspace: backward,
             flops: 2 * (rows * self.width * self.classes) as u64,
+            trains: self.weight.trained || self.bias.is_some_and(|bias| bias.trained),
             ..Cost::default()
         }
     }
@@ -179,7 +180,7 @@ mod tests {
             let x = random_tensor(&[rows, 16], 1).to_dtype(DType::F32).unwrap();
             let (targets, goals) = mixed_targets(rows, classes);
             let pass = PassContext { loss_scale: 0.5, ..subject.pass(Mode::Train) };
-            let (metrics, dx) = loss.forward_backward(&x, &targets, &pass).unwrap();
+            let (metrics, dx) = loss.forward_backward(&x, &targets, &pass, true).unwrap();
             let vars: Vec<Var> = [&x, pass.weight(loss.weight), pass.weight(loss.bias.unwrap())] .map(leaf).into();
             let head = LinearCrossEntropy { weight: &vars[1], bias: Some(&vars[2]), smoothing: smooth, class_weights: loss.class_weights.as_ref() };
             let wanted = head.reference_soft_targets(&vars[0], &goals).unwrap();
@@ -193,7 +194,7 @@ mod tests {
             }).sum();
             prop_assert!((metrics.weight - weights).abs() < 1e-5 * weights);
             let grads = (wanted * 0.5).unwrap().backward().unwrap();
-            prop_assert!(relative_error(&to_f64_vec(&dx), &to_f64_vec(grads.get(&vars[0]).unwrap())) < 1e-4);
+            prop_assert!(relative_error(&to_f64_vec(dx.as_ref().unwrap()), &to_f64_vec(grads.get(&vars[0]).unwrap())) < 1e-4);
             for (ours, var) in subject.store.grad_views().iter().zip(&vars[1..]) {
                 prop_assert!(relative_error(&to_f64_vec(ours), &to_f64_vec(grads.get(var).unwrap())) < 1e-4);
             }
@@ -212,7 +213,7 @@ mod tests {
             let subject = TestContext::new(registry, DType::F32, rows);
             let (x, t) = (random_tensor(&[rows, 16], 1).to_dtype(DType::F32).unwrap(), targets(rows, classes, false));
             let pass = PassContext { loss_scale: 0.5, ..subject.pass(Mode::Train) };
-            let (metrics, dx) = loss.forward_backward(&x, &t, &pass).unwrap();
+            let (metrics, dx) = loss.forward_backward(&x, &t, &pass, true).unwrap();
             let vars: Vec<Var> = [&x, pass.weight(loss.weight), pass.weight(loss.bias.unwrap())] .map(leaf).into();
             let head = LinearCrossEntropy { weight: &vars[1], bias: Some(&vars[2]), smoothing: smooth, class_weights: loss.class_weights.as_ref() };
             let wanted = head.reference(&vars[0], &t.to_device(&Device::Cpu).unwrap()).unwrap();
@@ -220,7 +221,7 @@ mod tests {
             let metrics = metrics.read().unwrap();
             prop_assert!((metrics.loss - value).abs() < 1e-4 * value.abs().max(1.0));
             let grads = (wanted * 0.5).unwrap().backward().unwrap();
-            prop_assert!(relative_error(&to_f64_vec(&dx), &to_f64_vec(grads.get(&vars[0]).unwrap())) < 1e-4);
+            prop_assert!(relative_error(&to_f64_vec(dx.as_ref().unwrap()), &to_f64_vec(grads.get(&vars[0]).unwrap())) < 1e-4);
             for (ours, var) in subject.store.grad_views().iter().zip(&vars[1..]) {
                 prop_assert!(relative_error(&to_f64_vec(ours), &to_f64_vec(grads.get(var).unwrap())) < 1e-4);
             }

@@ -105,7 +105,7 @@ impl Layer for Embedding {
         pass: &PassContext,
         _: bool,
     ) -> Result<Option<Tensor>> {
-        let grad = |id: Option<ParamId>| id.map(|id| pass.grad(id));
+        let grad = |id: Option<ParamId>| id.and_then(|id| pass.grad(id));
         let grads = EmbeddingGrads {
             tokens: pass.grad(self.token_table),
             positions: grad(self.position_table),
@@ -116,15 +116,18 @@ impl Layer for Embedding {
     }
 
     fn cost(&self, spec: MicroBatchSpec) -> Cost {
-        let (rows, has_token_types) = (spec.batch * self.length, self.token_type_table.is_some());
+        let is_trained = |id: Option<ParamId>| id.is_some_and(|id| id.trained);
+        let rows = spec.batch * self.length;
+        let (tokens, token_types) = (self.token_table.trained, is_trained(self.token_type_table));
         Cost {
             output: spec.bytes(self.length * self.width),
             saves_input: true,
+            trains: tokens || token_types || is_trained(self.position_table),
             backward_workspace: match spec.backend {
-                Backend::Cpu { .. } => workspace(spec.dtype, rows, self.width, has_token_types),
+                Backend::Cpu { .. } => workspace(spec.dtype, rows, self.width, (tokens, token_types)),
                 Backend::Reference { .. } => 0,
                 Backend::Cuda { .. } => {
-                    cuda_workspace(spec.dtype, rows, self.vocab, self.width, has_token_types)
+                    cuda_workspace(spec.dtype, rows, (self.vocab, self.width), (tokens, token_types))
                 }
             },
             ..Cost::default()

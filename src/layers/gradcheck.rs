@@ -14,7 +14,7 @@ use crate::kernels::reference::ReferenceScope;
 use crate::kernels::update::cast_into;
 use crate::memory::measure;
 use crate::param_store::ParamStore;
-use crate::params::{ParamLayout, ParamRegistry};
+use crate::params::{ParamLayout, ParamRegistry, ParamRules};
 
 /// Whether `TRAINER_TEST_BACKEND` is `reference`; the kernels of the device are tested otherwise.
 pub fn is_reference_under_test() -> bool {
@@ -79,9 +79,10 @@ impl TestContext {
 
     pub fn with_layout(layout: ParamLayout, dtype: DType, batch: usize) -> Self {
         let store = ParamStore::new(layout, 7, dtype, &test_device()).unwrap();
-        if store.layout.params.len > 0 {
+        if store.layout.params.trained_len > 0 {
             let noise = random_tensor(&[store.layout.params.len], 11).affine(0.5, 0.1).unwrap();
-            cast_into(&noise, &store.master_weights).unwrap();
+            let trained = noise.narrow(0, 0, store.layout.params.trained_len).unwrap();
+            cast_into(&trained, &store.master_weights).unwrap();
             store.sync_compute_weights().unwrap();
         }
         Self { store, sample_ids: (0..batch as u64).map(|i| i * 31 + 5).collect() }
@@ -272,8 +273,30 @@ fn storage_span(t: &Tensor) -> (usize, u64) {
     }
 }
 
-/// Checks that `cost` matches exactly what `forward` holds, at three batch sizes and in three types.
+/// A registry in which the parameters that match one of these patterns are frozen.
+pub fn frozen_registry(patterns: &[&str]) -> ParamRegistry {
+    let train: crate::job::TrainConfig =
+        toml::from_str(&format!("epochs = 1\nfreeze = {patterns:?}")).unwrap();
+    ParamRegistry::with_rules(ParamRules::new(&train))
+}
+
+/// Checks that `cost` matches exactly what `forward` holds, at three batch sizes and in three types, with all parameters
+/// trained and with some or all of them frozen.
 pub fn check_cost(build: &dyn Fn(&mut ParamRegistry) -> Box<dyn Layer>, input: &dyn Fn(usize) -> Tensor) {
+    check_cost_of_trained(build, input);
+    for frozen in ["*", "*.weight", "*.bias"] {
+        let build = |registry: &mut ParamRegistry| {
+            *registry = frozen_registry(&[frozen]);
+            build(registry)
+        };
+        check_cost_of_trained(&build, input);
+    }
+}
+
+fn check_cost_of_trained(
+    build: &dyn Fn(&mut ParamRegistry) -> Box<dyn Layer>,
+    input: &dyn Fn(usize) -> Tensor,
+) {
     for (batch, dtype) in
         [(1, DType::F32), (3, DType::F32), (8, DType::F32), (3, DType::BF16), (3, DType::F64)]
     {
@@ -423,12 +446,12 @@ pub fn check_loss_finite_differences(
     let _scope = ReferenceScope::enter(is_reference_under_test());
     let subject = TestContext::new(registry, DType::F64, x.dim(0).unwrap());
     let pass = PassContext { loss_scale: 0.37, ..subject.pass(Mode::Train) };
-    let (metrics, dx) = loss.forward_backward(x, targets, &pass).unwrap();
+    let (metrics, dx) = loss.forward_backward(x, targets, &pass, true).unwrap();
     let read = |pending: PendingMetricSums| pending.read().unwrap();
     let evaluate = || read(loss.evaluate(x, targets, &pass).unwrap());
     assert_eq!(read(metrics), evaluate(), "learning and judging count the same");
     let value = || 0.37 * evaluate().loss;
-    assert_gradient("input", &dx, finite_differences(x, &value));
+    assert_gradient("input", &dx.unwrap(), finite_differences(x, &value));
     if subject.store.master_weights.elem_count() > 0 {
         assert_gradient(
             "parameters",
@@ -467,7 +490,7 @@ fn assert_within_bf16_tolerance(what: &str, narrow: Vec<(String, Vec<f64>)>, wid
 
 fn gradients(subject: &TestContext) -> impl Iterator<Item = (String, Vec<f64>)> + '_ {
     let name = |i: usize| subject.store.layout.params.spec(i).name.clone();
-    subject.store.grad_views().iter().enumerate().map(move |(i, grad)| (name(i), to_f64_vec(grad)))
+    subject.store.grad_views().into_iter().enumerate().map(move |(i, grad)| (name(i), to_f64_vec(grad)))
 }
 
 /// Checks a layer in bf16 against itself in f64, with equal weights and inputs: output and all gradients.
@@ -503,11 +526,11 @@ pub fn check_loss_bf16(build: &dyn Fn(&mut ParamRegistry) -> Box<dyn Loss>, x: &
         let loss = build(&mut registry);
         let _scope = ReferenceScope::enter(is_reference_under_test());
         let subject = bf16_exact_context(registry, dtype, x.dim(0).unwrap());
-        let (metrics, dx) =
-            loss.forward_backward(&round_to_bf16(x, dtype), targets, &subject.pass(Mode::Train)).unwrap();
+        let (x, pass) = (round_to_bf16(x, dtype), subject.pass(Mode::Train));
+        let (metrics, dx) = loss.forward_backward(&x, targets, &pass, true).unwrap();
         let mut results = vec![
             ("loss".to_string(), vec![metrics.read().unwrap().loss]),
-            ("input gradient".into(), to_f64_vec(&dx)),
+            ("input gradient".into(), to_f64_vec(&dx.unwrap())),
         ];
         results.extend(gradients(&subject));
         results

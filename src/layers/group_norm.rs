@@ -7,7 +7,6 @@ use crate::base::MicroBatchSpec;
 use crate::kernels::ClampActivation;
 use crate::kernels::channels::ChannelLayout;
 use crate::kernels::group_norm::{GroupNormKernel as Kernel, workspace};
-use crate::kernels::linear::WeightBiasGrads;
 use crate::params::{ParamId, ParamInit, ParamRegistry};
 
 /// PyTorch's default.
@@ -75,7 +74,7 @@ impl Layer for GroupNorm {
         pass: &PassContext,
         needs_input_grad: bool,
     ) -> Result<Option<Tensor>> {
-        let grads = WeightBiasGrads { weight: pass.grad(self.weight), bias: Some(pass.grad(self.bias)) };
+        let grads = pass.weight_bias_grads(self.weight, Some(self.bias));
         self.kernel(pass).backward(&saved.0[0], &saved.0[1], &dy, &grads, needs_input_grad)
     }
 
@@ -96,6 +95,7 @@ impl Layer for GroupNorm {
             forward_workspace: forward,
             backward_workspace: backward,
             flops: (8 * spec.batch * len) as u64,
+            trains: self.weight.trained || self.bias.trained,
             ..Cost::default()
         }
     }

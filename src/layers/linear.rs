@@ -5,8 +5,8 @@ use candle_core::{Result, Tensor};
 use super::{Cost, Layer, PassContext, SavedTensors};
 use crate::base::{Backend, MicroBatchSpec};
 use crate::kernels::linear::{
-    ActBackward, LinearKernel as Kernel, WeightBiasGrads, WeightLayout, bias_gradient_workspace,
-    hopper_column_sums_bytes, hopper_supports, workspace,
+    ActBackward, LinearKernel as Kernel, WeightLayout, bias_gradient_workspace, hopper_column_sums_bytes,
+    hopper_supports, workspace,
 };
 use crate::kernels::{Activation, SavedForBackward, activation};
 use crate::params::{ParamId, ParamInit, ParamRegistry};
@@ -135,7 +135,7 @@ impl Linear {
         pass: &PassContext,
     ) -> Result<(Tensor, SavedTensors)> {
         let (y, pre) = self.kernel(pass).forward_add_act(x, residual, Activation::Identity)?;
-        let saved = SavedTensors::with_activation(x, &y, pre, self.act);
+        let saved = SavedTensors::with_activation(Some(x).filter(|_| self.weight.trained), &y, pre, self.act);
         Ok((y, saved))
     }
 
@@ -157,9 +157,16 @@ impl Linear {
         needs_input_grad: bool,
         bias_grad: bool,
     ) -> Result<Option<Tensor>> {
-        let bias = self.bias.filter(|_| bias_grad).map(|id| pass.grad(id));
-        let grads = WeightBiasGrads { weight: pass.grad(self.weight), bias };
-        self.kernel(pass).backward(&saved.0[0], saved.0.get(1), dy, &grads, needs_input_grad)
+        let grads = pass.weight_bias_grads(self.weight, self.bias.filter(|_| bias_grad));
+        let (x, v) = self.split_saved(&saved);
+        self.kernel(pass).backward(x, v, dy, &grads, needs_input_grad)
+    }
+
+    /// The input, saved for the weight gradient, and what the activation's backward pass reads.
+    fn split_saved<'a>(&self, saved: &'a SavedTensors) -> (Option<&'a Tensor>, Option<&'a Tensor>) {
+        let reads = (self.act.saved_for_backward() != SavedForBackward::Nothing) as usize;
+        let (x, v) = saved.0.split_at(saved.0.len().saturating_sub(reads));
+        (x.first(), v.first())
     }
 
     /// The backward pass in two parts, CUDA only. This one computes everything but the weight gradient, which needs
@@ -172,25 +179,26 @@ impl Linear {
         pass: &PassContext,
         fusion: LinearBackwardFusion,
     ) -> Result<LinearInputGrad> {
-        let kernel = self.kernel(pass);
-        let reads = (self.act != Activation::Identity) as usize;
-        let (x, v) = saved.0.split_at(saved.0.len() - reads);
+        let (kernel, (x, v)) = (self.kernel(pass), self.split_saved(&saved));
         let (dx, input_act_backward_done) = kernel.backward_input(
-            v.first().filter(|_| !fusion.act_backward_done),
+            v.filter(|_| !fusion.act_backward_done),
             dy,
-            self.bias.filter(|_| !fusion.bias_grad_done).map(|id| pass.grad(id)),
+            self.bias.filter(|_| !fusion.bias_grad_done).and_then(|id| pass.grad(id)),
             (fusion.needs_input_grad, fusion.residual_grad),
             (fusion.recompute_output, fusion.input_act_backward),
         )?;
-        if let [x] = x {
+        if let Some(x) = x {
             self.backward_weight(x, dy, pass)?;
         }
-        let recomputed_output = v.first().filter(|_| fusion.recompute_output).cloned();
+        let recomputed_output = v.filter(|_| fusion.recompute_output).cloned();
         Ok(LinearInputGrad { dx, recomputed_output, input_act_backward_done })
     }
 
     pub fn backward_weight(&self, x: &Tensor, dy: &Tensor, pass: &PassContext) -> Result<()> {
-        self.kernel(pass).backward_weight(x, dy, pass.grad(self.weight))
+        match pass.grad(self.weight) {
+            Some(dweight) => self.kernel(pass).backward_weight(x, dy, dweight),
+            None => Ok(()),
+        }
     }
 
     /// The backward pass of this layer's activation, for the next layer to fuse into its input gradient.
@@ -200,7 +208,7 @@ impl Linear {
         pass: &'a PassContext,
     ) -> Option<ActBackward<'a>> {
         let v = saved.0.last().filter(|_| self.act.saved_for_backward() == SavedForBackward::Input)?;
-        Some(ActBackward { act: self.act, v, bias: self.bias.map(|id| pass.grad(id)) })
+        Some(ActBackward { act: self.act, v, bias: self.bias.and_then(|id| pass.grad(id)) })
     }
 }
 
@@ -215,7 +223,7 @@ impl Layer for Linear {
 
     fn forward(&self, x: &Tensor, pass: &PassContext) -> Result<(Tensor, SavedTensors)> {
         let (y, pre) = self.kernel(pass).forward(x)?;
-        let saved = SavedTensors::with_activation(x, &y, pre, self.act);
+        let saved = SavedTensors::with_activation(Some(x).filter(|_| self.weight.trained), &y, pre, self.act);
         Ok((y, saved))
     }
 
@@ -233,10 +241,13 @@ impl Layer for Linear {
         let (rows, k, n) = (spec.batch * self.rows_per_sample(), self.inputs, self.outputs);
         let output = spec.bytes(self.rows_per_sample() * n);
         let (forward, backward) = match spec.backend {
-            Backend::Cpu { .. } => workspace(spec.dtype, self.weight_layout, rows, k, n),
+            Backend::Cpu { .. } => {
+                workspace(spec.dtype, self.weight_layout, rows, (k, n), self.weight.trained)
+            }
             Backend::Reference { .. } => (0, 0),
             Backend::Cuda { .. } => {
-                let bias = self.bias.map_or(0, |_| bias_gradient_workspace(spec.dtype, rows, n));
+                let bias_grad = self.bias.is_some_and(|bias| bias.trained);
+                let bias = if bias_grad { bias_gradient_workspace(spec.dtype, rows, n) } else { 0 };
                 let fused = spec.backend.is_hopper() && hopper_supports(spec.dtype, rows, k, n);
                 let fused = if fused { hopper_column_sums_bytes(rows, k) as u64 } else { 0 };
                 (0, bias.max(fused))
@@ -246,13 +257,14 @@ impl Layer for Linear {
         Cost {
             input_grad: spec.bytes(self.rows_per_sample() * k),
             output,
-            saves_input: true,
+            saves_input: self.weight.trained,
             saves_output: reads == SavedForBackward::Output,
             overwrites_dy: self.act != Activation::Identity,
             saved: if reads == SavedForBackward::Input { output } else { 0 },
             forward_workspace: forward,
             backward_workspace: backward,
             flops: 2 * (rows * k * n) as u64,
+            trains: self.weight.trained || self.bias.is_some_and(|bias| bias.trained),
             ..Cost::default()
         }
     }

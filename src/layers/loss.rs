@@ -11,14 +11,16 @@ pub use crate::kernels::metric_sums::{MetricSums, PendingMetricSums};
 pub trait Loss: Send + Sync {
     fn name(&self) -> &str;
 
-    /// Computes the metric sums of a micro-batch and the gradient of its summed loss, times `pass.loss_scale`, with
-    /// respect to `x`. Accumulates the gradients of the loss's own parameters. Never synchronizes with the device.
+    /// Computes the metric sums of a micro-batch and, if `needs_input_grad`, the gradient of its summed loss, times
+    /// `pass.loss_scale`, with respect to `x`. Accumulates the gradients of the loss's own parameters. Never synchronizes
+    /// with the device.
     fn forward_backward(
         &self,
         x: &Tensor,
         targets: &Tensor,
         pass: &PassContext,
-    ) -> Result<(PendingMetricSums, Tensor)>;
+        needs_input_grad: bool,
+    ) -> Result<(PendingMetricSums, Option<Tensor>)>;
 
     /// Computes the metric sums only.
     fn evaluate(&self, x: &Tensor, targets: &Tensor, pass: &PassContext) -> Result<PendingMetricSums>;

@@ -40,6 +40,7 @@ use candle_core::{Result, Tensor, Var};
 
 use crate::base::MicroBatchSpec;
 use crate::base::random::RngKey;
+use crate::kernels::linear::WeightBiasGrads;
 use crate::kernels::sample_keys::SampleKeys;
 use crate::kernels::{Activation, SavedForBackward};
 use crate::param_store::ParamStore;
@@ -81,14 +82,15 @@ pub trait Layer: Any + Send + Sync {
 pub struct SavedTensors(pub Vec<Tensor>);
 
 impl SavedTensors {
-    /// For a layer with a fused activation: its input, and what the activation's backward reads.
-    fn with_activation(x: &Tensor, y: &Tensor, pre: Option<Tensor>, act: Activation) -> Self {
+    /// For a layer with a fused activation: its input, if the weight gradient reads it, and what the activation's backward
+    /// reads.
+    fn with_activation(x: Option<&Tensor>, y: &Tensor, pre: Option<Tensor>, act: Activation) -> Self {
         let read = match act.saved_for_backward() {
             SavedForBackward::Nothing => None,
             SavedForBackward::Output => Some(y.clone()),
             SavedForBackward::Input => pre,
         };
-        Self(std::iter::once(x.clone()).chain(read).collect())
+        Self(x.cloned().into_iter().chain(read).collect())
     }
 }
 
@@ -113,6 +115,9 @@ pub struct Cost {
     pub backward_workspace: u64,
     /// Floating-point operations of the forward pass.
     pub flops: u64,
+    /// `backward` accumulates gradients of parameters. A layer whose parameters are all frozen, or that has none, is
+    /// skipped unless its input gradient is needed.
+    pub trains: bool,
 }
 
 /// Why a forward pass runs.
@@ -148,7 +153,7 @@ pub struct PassContext<'a> {
     pub cache: Option<CachePass<'a>>,
 }
 
-/// Copies of the parameters that a layer reads, for candle's autograd to track.
+/// Copies of the trained parameters that a layer reads, for candle's autograd to track.
 pub struct TrackedParams(Vec<OnceCell<Tensor>>);
 
 impl TrackedParams {
@@ -159,11 +164,14 @@ impl TrackedParams {
 
     /// The copies made so far, and the ids of their parameters.
     pub fn read(&self) -> impl Iterator<Item = (ParamId, &Tensor)> {
-        self.0.iter().enumerate().filter_map(|(id, copy)| Some((ParamId(id), copy.get()?)))
+        self.0
+            .iter()
+            .enumerate()
+            .filter_map(|(index, copy)| Some((ParamId { index, trained: true }, copy.get()?)))
     }
 
     fn get(&self, id: ParamId, weight: &Tensor) -> &Tensor {
-        self.0[id.0].get_or_init(|| match Var::from_tensor(weight) {
+        self.0[id.index].get_or_init(|| match Var::from_tensor(weight) {
             Ok(copy) => copy.into_inner(),
             // Without a copy autograd finds no gradient, which the caller reports.
             Err(_) => weight.clone(),
@@ -173,12 +181,18 @@ impl TrackedParams {
 
 impl<'a> PassContext<'a> {
     pub fn weight(&self, id: ParamId) -> &Tensor {
-        let weight = &self.store.weight_views()[id.0];
-        self.tracked.map_or(weight, |tracked| tracked.get(id, weight))
+        let weight = &self.store.weight_views()[id.index];
+        self.tracked.filter(|_| id.trained).map_or(weight, |tracked| tracked.get(id, weight))
     }
 
-    pub fn grad(&self, id: ParamId) -> &Tensor {
-        &self.store.grad_views()[id.0]
+    /// The gradient to accumulate into; `None` for a frozen parameter.
+    pub fn grad(&self, id: ParamId) -> Option<&Tensor> {
+        self.store.grad(id)
+    }
+
+    /// The gradients of a weight and, if there is one, its bias.
+    pub fn weight_bias_grads(&self, weight: ParamId, bias: Option<ParamId>) -> WeightBiasGrads<'_> {
+        WeightBiasGrads { weight: self.grad(weight), bias: bias.and_then(|id| self.grad(id)) }
     }
 
     pub fn stat(&self, id: StatId) -> &Tensor {

@@ -5,7 +5,6 @@ use candle_core::{Result, Tensor};
 use super::{Cost, Layer, PassContext, SavedTensors};
 use crate::base::{Backend, MicroBatchSpec};
 use crate::kernels::cpu::acc_bytes;
-use crate::kernels::linear::WeightBiasGrads;
 use crate::kernels::norm::{NormBackwardFusion, NormKernel as Kernel, chunk_rows, cuda_workspace};
 use crate::params::{ParamId, ParamInit, ParamRegistry};
 
@@ -61,8 +60,7 @@ impl NormLayer {
         needs_input_grad: bool,
         fusion: NormBackwardFusion,
     ) -> Result<Option<Tensor>> {
-        let grads =
-            WeightBiasGrads { weight: pass.grad(self.weight), bias: self.bias.map(|id| pass.grad(id)) };
+        let grads = pass.weight_bias_grads(self.weight, self.bias);
         self.kernel(pass).backward(&saved.0[0], &saved.0[1], dy, &grads, needs_input_grad, fusion)
     }
 }
@@ -94,20 +92,24 @@ impl Layer for NormLayer {
     fn cost(&self, spec: MicroBatchSpec) -> Cost {
         let len: usize = self.shape.iter().product();
         let rows = spec.batch * len / self.width;
-        let (acc, vectors) = (acc_bytes(spec.dtype), 1 + self.bias.is_some() as usize);
+        let (acc, stats) = (acc_bytes(spec.dtype), 1 + self.bias.is_some() as usize);
+        let bias_trained = self.bias.is_some_and(|bias| bias.trained) as usize;
         Cost {
             input_grad: spec.bytes(len),
             output: spec.bytes(len),
             saves_input: true,
-            saved: (rows * vectors * acc) as u64,
+            saved: (rows * stats * acc) as u64,
             backward_workspace: match spec.backend {
                 Backend::Cpu { .. } => {
+                    let vectors = self.weight.trained as usize + bias_trained;
                     (rows.div_ceil(chunk_rows(self.width)) * vectors * self.width * acc) as u64
                 }
                 Backend::Reference { .. } => 0,
-                Backend::Cuda { .. } => cuda_workspace(spec.dtype, rows, self.width, vectors),
+                // The kernel sums the weight gradient whether it is accumulated or not.
+                Backend::Cuda { .. } => cuda_workspace(spec.dtype, rows, self.width, 1 + bias_trained),
             },
             flops: (8 * spec.batch * len) as u64,
+            trains: self.weight.trained || bias_trained > 0,
             ..Cost::default()
         }
     }

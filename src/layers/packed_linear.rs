@@ -47,11 +47,18 @@ impl PackedLinear {
         Self { name: name.into(), projections, leading_dims, inputs, widths, outputs }
     }
 
-    fn projections<'a>(&self, view_of: impl Fn(ParamId) -> &'a Tensor) -> Vec<Projection<'a>> {
-        self.projections
-            .iter()
-            .map(|(weight, bias)| Projection { weight: view_of(*weight), bias: bias.map(&view_of) })
-            .collect()
+    fn projections<'a>(&self, pass: &'a PassContext) -> Vec<Projection<'a>> {
+        let projection = |(weight, bias): &(ParamId, Option<ParamId>)| Projection {
+            weight: pass.weight(*weight),
+            bias: bias.map(|id| pass.weight(id)),
+        };
+        self.projections.iter().map(projection).collect()
+    }
+
+    /// Whether a weight, and whether a bias is trained.
+    fn trained(&self) -> (bool, bool) {
+        let weights = self.projections.iter().any(|(weight, _)| weight.trained);
+        (weights, self.projections.iter().any(|(_, bias)| bias.is_some_and(|bias| bias.trained)))
     }
 
     fn has_bias(&self) -> bool {
@@ -69,7 +76,8 @@ impl Layer for PackedLinear {
     }
 
     fn forward(&self, x: &Tensor, pass: &PassContext) -> Result<(Tensor, SavedTensors)> {
-        Ok((forward(x, &self.projections(|id| pass.weight(id)))?, SavedTensors(vec![x.clone()])))
+        let saved = self.trained().0.then(|| x.clone()).into_iter().collect();
+        Ok((forward(x, &self.projections(pass))?, SavedTensors(saved)))
     }
 
     fn backward(
@@ -79,19 +87,21 @@ impl Layer for PackedLinear {
         pass: &PassContext,
         needs_input_grad: bool,
     ) -> Result<Option<Tensor>> {
-        let (projections, grads) =
-            (self.projections(|id| pass.weight(id)), self.projections(|id| pass.grad(id)));
-        backward(&saved.0[0], &projections, &dy, &grads, needs_input_grad)
+        let grads = self.projections.iter().map(|(weight, bias)| pass.weight_bias_grads(*weight, *bias));
+        let grads: Vec<_> = grads.collect();
+        backward(saved.0.first(), &self.projections(pass), &dy, &grads, needs_input_grad)
     }
 
     fn cost(&self, spec: MicroBatchSpec) -> Cost {
         let per_sample: usize = self.leading_dims.iter().product();
         let (rows, k, n) = (spec.batch * per_sample, self.inputs, self.outputs);
+        let (weights, biases) = self.trained();
         let (forward, backward) = match spec.backend {
             Backend::Cpu { .. } => {
                 let sums = rows.div_ceil(rows_per_chunk(n)) * n * acc_bytes(spec.dtype);
-                let (forward, backward) = workspace(spec.dtype, rows, k, &self.widths);
-                (forward, backward + if self.has_bias() { sums as u64 } else { 0 })
+                let trained: Vec<bool> = self.projections.iter().map(|(weight, _)| weight.trained).collect();
+                let (forward, backward) = workspace(spec.dtype, rows, k, &self.widths, &trained);
+                (forward, backward + if biases { sums as u64 } else { 0 })
             }
             Backend::Reference { .. } => (0, 0),
             Backend::Cuda { .. } => {
@@ -101,16 +111,17 @@ impl Layer for PackedLinear {
                     .map(|&n| bias_gradient_workspace(spec.dtype, rows, n))
                     .max()
                     .unwrap_or(0);
-                (0, if self.has_bias() { sums } else { 0 })
+                (0, if biases { sums } else { 0 })
             }
         };
         Cost {
             input_grad: spec.bytes(per_sample * k),
             output: spec.bytes(per_sample * n),
-            saves_input: true,
+            saves_input: weights,
             forward_workspace: forward,
             backward_workspace: backward,
             flops: 2 * (rows * k * n) as u64,
+            trains: weights || biases,
             ..Cost::default()
         }
     }

@@ -46,7 +46,7 @@ impl Layer for ReferenceLayer {
         let mut grads = (y * dy)?.sum_all()?.backward()?;
         for (id, param) in params.read() {
             if let Some(grad) = grads.remove(param) {
-                accumulate(pass.grad(id), &grad)?;
+                pass.grad(id).map_or(Ok(()), |into| accumulate(into, &grad))?;
             }
         }
         match grads.remove(&x) {
@@ -71,6 +71,7 @@ impl Layer for ReferenceLayer {
                 + PARAMETER_COPIES * params
                 + cost.backward_workspace,
             flops: cost.flops,
+            trains: cost.trains,
             ..Cost::default()
         }
     }

@@ -102,17 +102,18 @@ impl Layer for SqueezeExcite {
             SavedForBackward::Input => saved.0.get(4),
         };
         let (c, s) = (self.shape[2], self.hidden);
-        let (fc1_grad, fc2_grad) =
-            (pass.grad(self.fc1[0]).reshape((s, c))?, pass.grad(self.fc2[0]).reshape((c, s))?);
+        let matrix =
+            |id: ParamId, shape: (usize, usize)| pass.grad(id).map(|grad| grad.reshape(shape)).transpose();
+        let (fc1_grad, fc2_grad) = (matrix(self.fc1[0], (s, c))?, matrix(self.fc2[0], (c, s))?);
         let d_gate = scale::factor_gradient(x, &dy)?;
         let d_means = self.with_linears(pass, |fc1, fc2| {
-            let grads = WeightBiasGrads { weight: &fc2_grad, bias: Some(pass.grad(self.fc2[1])) };
-            let d_hidden = match fc2.backward(hidden, Some(gate), d_gate, &grads, true)? {
+            let grads = WeightBiasGrads { weight: fc2_grad.as_ref(), bias: pass.grad(self.fc2[1]) };
+            let d_hidden = match fc2.backward(Some(hidden), Some(gate), d_gate, &grads, true)? {
                 Some(d) => d,
                 None => candle_core::bail!("fc2 returned no input gradient"),
             };
-            let grads = WeightBiasGrads { weight: &fc1_grad, bias: Some(pass.grad(self.fc1[1])) };
-            fc1.backward(means, act_saved, d_hidden, &grads, needs_input_grad)
+            let grads = WeightBiasGrads { weight: fc1_grad.as_ref(), bias: pass.grad(self.fc1[1]) };
+            fc1.backward(Some(means), act_saved, d_hidden, &grads, needs_input_grad)
         })?;
         d_means.map(|m| scale::backward_with_mean_gradient(&dy, gate, &m)).transpose()
     }
@@ -123,8 +124,8 @@ impl Layer for SqueezeExcite {
         let (forward, backward) = match spec.backend {
             Backend::Cpu { threads } => {
                 let sums = (threads * c * spec.dtype.size_in_bytes().max(4)) as u64;
-                let fc1 = workspace(spec.dtype, WeightLayout::OutIn, spec.batch, c, s);
-                let fc2 = workspace(spec.dtype, WeightLayout::OutIn, spec.batch, s, c);
+                let fc1 = workspace(spec.dtype, WeightLayout::OutIn, spec.batch, (c, s), self.fc1[0].trained);
+                let fc2 = workspace(spec.dtype, WeightLayout::OutIn, spec.batch, (s, c), self.fc2[0].trained);
                 (sums.max(fc1.0).max(fc2.0), sums.max(fc1.1).max(fc2.1))
             }
             Backend::Reference { .. } => (0, 0),
@@ -143,6 +144,7 @@ impl Layer for SqueezeExcite {
             forward_workspace: forward,
             backward_workspace: backward + spec.bytes(2 * c + s),
             flops: (spec.batch * (2 * h * w * c + 4 * s * c)) as u64,
+            trains: self.fc1.iter().chain(&self.fc2).any(|id| id.trained),
             ..Cost::default()
         }
     }

@@ -14,7 +14,7 @@ use crate::layers::flatten::Flatten;
 use crate::layers::linear::{Linear, LinearOptions};
 use crate::layers::loss::Loss;
 use crate::layers::pointwise_loss::{PointwiseLoss, PointwiseLossFn};
-use crate::params::{DuplicateName, ParamId, ParamInit, ParamRegistry};
+use crate::params::{DuplicateName, ParamId, ParamInit, ParamRegistry, ParamRules, RulesError};
 
 /// Why a model cannot be built.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -33,6 +33,8 @@ pub enum ModelError {
     NoClassCounts,
     #[error(transparent)]
     DuplicateName(#[from] DuplicateName),
+    #[error(transparent)]
+    Rules(#[from] RulesError),
     #[error("the model has no loss")]
     NoLoss,
 }
@@ -80,14 +82,14 @@ pub struct NetworkBuilder {
 }
 
 impl NetworkBuilder {
-    pub fn new(features: &Features, loss: &LossOptions) -> Self {
+    pub fn new(features: &Features, loss: &LossOptions, rules: &ParamRules) -> Self {
         let shape = match &features.input {
             InputSpec::Floats { shape } => shape.clone(),
             InputSpec::Tabular { .. } => vec![features.input_len()],
             InputSpec::Tokens { length, .. } => vec![*length],
         };
         Self {
-            registry: ParamRegistry::default(),
+            registry: ParamRegistry::with_rules(rules.clone()),
             shape,
             features: features.clone(),
             loss_options: loss.clone(),
@@ -290,6 +292,7 @@ impl NetworkBuilder {
             self.blocks.into_iter().filter(|block| !block.nodes.is_empty()).collect();
         blocks.iter_mut().enumerate().for_each(|(i, block)| block.recompute_rank = i);
         let network = Network { blocks, loss: self.loss.ok_or(ModelError::NoLoss)? };
+        self.registry.check_rules()?;
         Ok(BuiltModel { network, layout: self.registry.into_layout()? })
     }
 }

@@ -14,7 +14,7 @@ use crate::layers::gradcheck::{
 use crate::memory::Ledger;
 use crate::params::FlatLayout;
 
-const BATCH: usize = 4;
+pub(super) const BATCH: usize = 4;
 const CLASSES: usize = 5;
 
 /// Every kind of model, small.
@@ -77,7 +77,7 @@ fn layer(text: &str) -> String {
 }
 
 /// Every model and list of layers.
-fn models() -> Vec<(String, Input)> {
+pub(super) fn models() -> Vec<(String, Input)> {
     let list = |(layers, input): (&[&str], Input)| {
         let layers: Vec<String> = layers.iter().map(|text| layer(text)).collect();
         (format!("kind = 'layers'\nlayers = [{}]", layers.join(", ")), input)
@@ -87,7 +87,7 @@ fn models() -> Vec<(String, Input)> {
 }
 
 #[derive(Clone, Copy)]
-enum Input {
+pub(super) enum Input {
     Vector,
     Image,
     Tokens,
@@ -96,7 +96,7 @@ enum Input {
 }
 
 impl Input {
-    fn features(self) -> Features {
+    pub(super) fn features(self) -> Features {
         let names = (0..CLASSES).map(|class| class.to_string()).collect();
         let floats = |shape: &[usize]| InputSpec::Floats { shape: shape.into() };
         match self {
@@ -111,7 +111,7 @@ impl Input {
         }
     }
 
-    fn batch(self, dtype: DType) -> DeviceBatch {
+    pub(super) fn batch(self, dtype: DType) -> DeviceBatch {
         let classes = |shape: &[usize]| {
             let values = (0..shape.iter().product()).map(|i: usize| (i * 3 % CLASSES) as u32).collect();
             Tensor::from_vec::<_, u32>(values, shape, &test_device()).unwrap()

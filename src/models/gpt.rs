@@ -1,6 +1,8 @@
 //! `kind = "gpt"`: the GPT-2 architecture, with the parameter names of transformers' `GPT2LMHeadModel`.
 
-use super::transformer::{WEIGHT_INIT, add_linear, add_residual, attention_sizes, lm_head, token_dims};
+use super::transformer::{
+    HEAD_WEIGHT, WEIGHT_INIT, add_linear, add_residual, attention_sizes, lm_head, token_dims,
+};
 use super::{ModelError, NetworkBuilder};
 use crate::job::GptConfig;
 use crate::kernels::Activation;
@@ -22,6 +24,9 @@ pub(super) fn build(gpt: &GptConfig, b: &mut NetworkBuilder) -> Result<(), Model
 
     b.begin_block("transformer.wte");
     let d = &mut b.registry;
+    if gpt.tie {
+        d.alias("transformer.wte.weight", HEAD_WEIGHT);
+    }
     let embedding =
         Embedding::new(d, "transformer.wte", "transformer.wte.weight", (vocab, length, width), WEIGHT_INIT)
             .with_positions(d, "transformer.wpe.weight", gpt.context, WEIGHT_INIT);

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::transformer::{WEIGHT_INIT, add_residual, attention_sizes, lm_head, token_dims};
+use super::transformer::{HEAD_WEIGHT, WEIGHT_INIT, add_residual, attention_sizes, lm_head, token_dims};
 use super::{ModelError, NetworkBuilder};
 use crate::job::LlamaConfig;
 use crate::kernels::Activation;
@@ -32,6 +32,9 @@ pub(super) fn build(llama: &LlamaConfig, b: &mut NetworkBuilder) -> Result<(), M
 
     let table = "model.embed_tokens";
     b.begin_block(table);
+    if llama.tie {
+        b.registry.alias(format!("{table}.weight"), HEAD_WEIGHT);
+    }
     let sizes = (vocab, length, llama.width);
     let embedding = Embedding::new(&mut b.registry, table, &format!("{table}.weight"), sizes, WEIGHT_INIT);
     let table = embedding.token_weight();

@@ -8,6 +8,8 @@ mod builder;
 mod cnn;
 #[cfg(test)]
 mod equivalence_tests;
+#[cfg(test)]
+mod freeze_tests;
 mod gpt;
 mod layer_list;
 mod llama;
@@ -23,7 +25,7 @@ pub use builder::{LossOptions, ModelError, NetworkBuilder};
 use crate::base::features::{Features, InputSpec};
 use crate::graph::network::Network;
 use crate::job::ModelConfig;
-use crate::params::ParamLayout;
+use crate::params::{ParamLayout, ParamRules};
 
 /// A network and the layout of its parameters.
 pub struct BuiltModel {
@@ -33,16 +35,17 @@ pub struct BuiltModel {
 
 /// Builds the network that a job declares, for samples of these features, with the loss that fits the target.
 pub fn build(model: &ModelConfig, features: &Features) -> Result<BuiltModel, ModelError> {
-    build_with_loss(model, features, &LossOptions::default())
+    build_with(model, features, &LossOptions::default(), &ParamRules::default())
 }
 
-/// As [`build`], with this loss.
-pub fn build_with_loss(
+/// As [`build`], with this loss, and with parameters frozen and grouped by `rules`.
+pub fn build_with(
     model: &ModelConfig,
     features: &Features,
     loss: &LossOptions,
+    rules: &ParamRules,
 ) -> Result<BuiltModel, ModelError> {
-    let mut builder = NetworkBuilder::new(features, loss);
+    let mut builder = NetworkBuilder::new(features, loss, rules);
     match (model.supports_embedding(), &features.input) {
         (false, InputSpec::Tabular { .. }) => {
             return Err(ModelError::Data {

@@ -84,6 +84,9 @@ pub(super) fn add_linear(
     b.push_layer(layer);
 }
 
+/// The weight of a language model's head; another name of the token table where the two are tied.
+pub(super) const HEAD_WEIGHT: &str = "lm_head.weight";
+
 /// The logits of the next token per position, with weights `tied` to the embedding or of their own.
 pub(super) fn lm_head(
     b: &mut NetworkBuilder,
@@ -96,7 +99,7 @@ pub(super) fn lm_head(
         return Err(ModelError::Data { kind, needs: "the next token as target", got });
     }
     let (positions, width) = (b.shape[0], b.shape[1]);
-    let own = |b: &mut NetworkBuilder| b.registry.param("lm_head.weight", [classes, width], WEIGHT_INIT);
+    let own = |b: &mut NetworkBuilder| b.registry.param(HEAD_WEIGHT, [classes, width], WEIGHT_INIT);
     let weight = tied.unwrap_or_else(|| own(b));
     let head = HeadParams { weight, tied: tied.is_some(), bias: None, positions, width, outputs: classes };
     b.set_class_loss("lm_head".into(), head)

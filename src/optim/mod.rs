@@ -9,13 +9,13 @@ use std::ops::Range;
 use candle_core::{DType, Result, Tensor};
 
 use crate::base::Backend;
-use crate::job::OptimizerConfig as Rule;
+use crate::job::{AdafactorConfig, OptimizerConfig as Rule};
 use crate::kernels::adafactor::{self, AdafactorKernel};
 use crate::kernels::adamw8bit;
 use crate::kernels::lion::LionKernel;
 use crate::kernels::update::{AdamWKernel, SgdKernel, UpdateArgs};
 use crate::param_store::ParamStore;
-use crate::params::FlatLayout;
+use crate::params::{FlatLayout, ParamGroup};
 
 /// An optimizer rule and its state: named flat buffers.
 pub struct Optimizer {
@@ -42,7 +42,7 @@ pub struct OptimizerStep<'a> {
 type StateBuffer = (&'static str, DType, usize);
 
 fn state_buffers(rule: &Rule, params: &FlatLayout) -> Vec<StateBuffer> {
-    let (n, master_dtype) = (params.len, DType::F32);
+    let (n, master_dtype) = (params.trained_len, DType::F32);
     match rule {
         Rule::Adamw(_) => vec![("m", master_dtype, n), ("v", master_dtype, n)],
         Rule::Sgd(sgd) if sgd.momentum > 0.0 => vec![("momentum", master_dtype, n)],
@@ -50,7 +50,7 @@ fn state_buffers(rule: &Rule, params: &FlatLayout) -> Vec<StateBuffer> {
         Rule::Lion(_) => vec![("momentum", master_dtype, n)],
         Rule::Adafactor(_) => vec![("factors", master_dtype, adafactor::state_len(params))],
         Rule::Adamw8bit(_) => {
-            let scales = n.div_ceil(adamw8bit::BLOCK);
+            let scales = params.groups.iter().map(|group| adamw8bit::blocks(group.range.len())).sum();
             let byte = DType::U8;
             vec![
                 ("m", byte, n),
@@ -78,7 +78,7 @@ const REFERENCE_COPIES: u64 = 10;
 /// Bytes of temporaries during an update.
 pub fn workspace_bytes(rule: &Rule, params: &FlatLayout, backend: Backend) -> u64 {
     match (rule, backend) {
-        (_, Backend::Reference { .. }) => REFERENCE_COPIES * 4 * params.len as u64,
+        (_, Backend::Reference { .. }) => REFERENCE_COPIES * 4 * params.trained_len as u64,
         (Rule::Adafactor(_), Backend::Cpu { .. }) => 4 * adafactor::workspace_len(params) as u64,
         (Rule::Adafactor(_), Backend::Cuda { .. }) => adafactor::cuda_workspace(params, DType::F32),
         _ => 0,
@@ -88,7 +88,7 @@ pub fn workspace_bytes(rule: &Rule, params: &FlatLayout, backend: Backend) -> u6
 /// Device bytes of the staging buffers for a rule's offloaded state.
 pub fn staging_bytes(rule: &Rule, params: &FlatLayout) -> u64 {
     if offload::is_supported(rule) {
-        offload::staging_bytes(state_bytes(rule, params), params.len)
+        offload::staging_bytes(state_bytes(rule, params), params.trained_len)
     } else {
         0
     }
@@ -102,8 +102,8 @@ impl Optimizer {
         if let (true, Some(device)) =
             (offload_state && offload::is_supported(rule), crate::kernels::cuda::device_of(master))
         {
-            let offloaded =
-                offload::OffloadedState::new(device, master.dtype(), buffers.len(), store.layout.params.len)?;
+            let len = store.layout.params.trained_len;
+            let offloaded = offload::OffloadedState::new(device, master.dtype(), buffers.len(), len)?;
             let state = buffers.iter().map(|(name, ..)| *name).zip(offloaded.host_tensors()).collect();
             return Ok(Self { rule: rule.clone(), state, offloaded: Some(offloaded) });
         }
@@ -134,11 +134,11 @@ impl Optimizer {
             return offloaded.update_chunks(|range, state| apply(&self.rule, store, step, range, state));
         }
         let state: Vec<Tensor> = self.state.iter().map(|(_, tensor)| tensor.clone()).collect();
-        apply(&self.rule, store, step, 0..store.layout.params.len, &state)
+        apply(&self.rule, store, step, 0..store.layout.params.trained_len, &state)
     }
 }
 
-/// Updates the weights in `range`, given their state; rules that need all parameters at once ignore the range.
+/// Updates the weights in `range`, given their state, group by group; a rule that needs whole parameters is given all.
 fn apply(
     rule: &Rule,
     store: &ParamStore,
@@ -147,63 +147,99 @@ fn apply(
     state: &[Tensor],
 ) -> Result<()> {
     let params = &store.layout.params;
-    let common = |weight_decay| UpdateArgs {
-        lr: step.lr,
-        grad_scale: step.grad_scale,
-        device_grad_scale: step.device_grad_scale,
-        weight_decay,
-        decayed_len: params.decayed_len.saturating_sub(range.start).min(range.len()),
+    if let Rule::Adafactor(adafactor) = rule {
+        let AdafactorConfig { decay, eps, clip, weight_decay, .. } = *adafactor;
+        let factor = AdafactorKernel { decay, eps, clip, step: step.step_count };
+        let common = step.args(weight_decay, params.trained_len);
+        let compute_weights = trained_compute_weights(store)?;
+        let (weights, grads) = (&store.master_weights, &store.grads);
+        return factor.apply(&common, params, weights, grads, &state[0], compute_weights.as_ref());
+    }
+    let mut first_scale = 0;
+    for group in &params.groups {
+        let part = group.range.start.max(range.start)..group.range.end.min(range.end);
+        let scales = first_scale..first_scale + adamw8bit::blocks(group.range.len());
+        first_scale = scales.end;
+        if !part.is_empty() {
+            apply_group(rule, store, step, group, part.clone(), |buffer, is_scale| match is_scale {
+                true => slice(&state[buffer], scales.clone()),
+                false => slice(&state[buffer], part.start - range.start..part.end - range.start),
+            })?;
+        }
+    }
+    Ok(())
+}
+
+impl<'a> OptimizerStep<'a> {
+    fn args(&self, weight_decay: f64, decayed_len: usize) -> UpdateArgs<'a> {
+        let OptimizerStep { lr, grad_scale, device_grad_scale, .. } = *self;
+        UpdateArgs { lr, grad_scale, device_grad_scale, weight_decay, decayed_len }
+    }
+}
+
+/// A range of a flat buffer: the buffer itself if that is all of it.
+fn slice(all: &Tensor, range: Range<usize>) -> Result<Tensor> {
+    if range.len() == all.elem_count() { Ok(all.clone()) } else { all.narrow(0, range.start, range.len()) }
+}
+
+/// The copy of the master weights in the compute dtype, unless that is theirs.
+fn trained_compute_weights(store: &ParamStore) -> Result<Option<Tensor>> {
+    let has_copy = store.compute_weights.dtype() != store.master_weights.dtype();
+    has_copy.then(|| slice(&store.compute_weights, 0..store.layout.params.trained_len)).transpose()
+}
+
+/// Updates the weights in `range`, a part of `group`. `state` gives their part of a state buffer, of values or of the
+/// scales of blocks.
+fn apply_group(
+    rule: &Rule,
+    store: &ParamStore,
+    step: OptimizerStep,
+    group: &ParamGroup,
+    range: Range<usize>,
+    state: impl Fn(usize, bool) -> Result<Tensor>,
+) -> Result<()> {
+    let step = OptimizerStep { lr: step.lr * group.lr_scale, ..step };
+    let decay_end = group.range.start + group.decayed_len;
+    let common = |weight_decay: f64| {
+        let decayed_len = decay_end.saturating_sub(range.start).min(range.len());
+        step.args(group.weight_decay.unwrap_or(weight_decay), decayed_len)
     };
     let adam = |rule: &crate::job::AdamwConfig| {
         let [beta1, beta2] = rule.betas;
         AdamWKernel { beta1, beta2, eps: rule.eps, step: step.step_count }
     };
-    let slice = |all: &Tensor| match range.len() == params.len {
-        true => Ok(all.clone()),
-        false => all.narrow(0, range.start, range.len()),
-    };
-    let (weights, grads) = (&slice(&store.master_weights)?, &slice(&store.grads)?);
-    let has_compute_copy = store.compute_weights.dtype() != weights.dtype();
-    let compute_weights = has_compute_copy.then(|| slice(&store.compute_weights)).transpose()?;
+    let weights = &slice(&store.master_weights, range.clone())?;
+    let grads = &slice(&store.grads, range.clone())?;
+    let compute_weights =
+        trained_compute_weights(store)?.map(|all| slice(&all, range.clone())).transpose()?;
     let compute_weights = compute_weights.as_ref();
+    let values = |buffer: usize| state(buffer, false);
     match rule {
-        Rule::Adamw(rule) => adam(rule).apply(
-            &common(rule.weight_decay),
-            weights,
-            grads,
-            (&state[0], &state[1]),
-            compute_weights,
-        ),
+        Rule::Adamw(rule) => {
+            let moments = (&values(0)?, &values(1)?);
+            adam(rule).apply(&common(rule.weight_decay), weights, grads, moments, compute_weights)
+        }
         Rule::Adamw8bit(rule) => {
-            let buffer = |i: usize| state[i].clone();
             let state = adamw8bit::AdamW8bitState {
-                m: buffer(0),
-                v: buffer(1),
-                m_scale: buffer(2),
-                v_scale: buffer(3),
+                m: values(0)?,
+                v: values(1)?,
+                m_scale: state(2, true)?,
+                v_scale: state(3, true)?,
             };
             adam(rule).apply_8bit(&common(rule.weight_decay), weights, grads, &state, compute_weights)
         }
         Rule::Sgd(rule) => {
             let sgd =
                 SgdKernel { momentum: rule.momentum, nesterov: rule.nesterov, first: step.step_count == 1 };
-            sgd.apply(&common(rule.weight_decay), weights, grads, state.first(), compute_weights)
+            let momentum = (rule.momentum > 0.0).then(|| values(0)).transpose()?;
+            sgd.apply(&common(rule.weight_decay), weights, grads, momentum.as_ref(), compute_weights)
         }
         Rule::Lion(rule) => {
             let [beta1, beta2] = rule.betas;
-            LionKernel { beta1, beta2 }.apply(
-                &common(rule.weight_decay),
-                weights,
-                grads,
-                &state[0],
-                compute_weights,
-            )
+            let lion = LionKernel { beta1, beta2 };
+            lion.apply(&common(rule.weight_decay), weights, grads, &values(0)?, compute_weights)
         }
-        Rule::Adafactor(rule) => {
-            let factor =
-                AdafactorKernel { decay: rule.decay, eps: rule.eps, clip: rule.clip, step: step.step_count };
-            factor.apply(&common(rule.weight_decay), params, weights, grads, &state[0], compute_weights)
-        }
+        Rule::Adafactor(_) => candle_core::bail!("adafactor updates whole parameters"),
     }
 }
 
@@ -339,6 +375,62 @@ mod tests {
             assert!(run(&chunks, false) == whole, "{kind} in chunks");
             let offloaded = run(&|store, optimizer, step| optimizer.update(store, step).unwrap(), true);
             assert!(offloaded == whole, "{kind} offloaded");
+        }
+    }
+
+    /// Groups are updated as parameters of their own with their rate and weight decay would be; frozen ones are not.
+    #[test]
+    fn groups_have_their_own_rate_and_weight_decay() {
+        let store = |train: &str| {
+            let train: crate::job::TrainConfig = toml::from_str(&format!("epochs = 1\n{train}")).unwrap();
+            let mut registry = ParamRegistry::with_rules(crate::params::ParamRules::new(&train));
+            registry.param("a.weight", [40, 30], ParamInit::Normal(0.1));
+            registry.param("a.bias", [40], ParamInit::Normal(0.1));
+            registry.param("b.weight", [50, 11], ParamInit::Normal(0.1));
+            registry.param("c.weight", [20, 9], ParamInit::Normal(0.1));
+            let layout = registry.into_layout().unwrap();
+            ParamStore::new(layout, 5, DType::F32, &test_device()).unwrap()
+        };
+        let run = |train: &str, kind: &str, lr: f64, weight_decay: f64| {
+            let store = store(train);
+            let rule: Rule =
+                toml::from_str(&format!("kind = '{kind}'\nlr = 0.01\nweight_decay = {weight_decay}"))
+                    .unwrap();
+            let mut optimizer = Optimizer::new(&rule, &store, false).unwrap();
+            for step_count in 1..=4 {
+                for (i, name) in ["a.weight", "a.bias", "b.weight", "c.weight"].into_iter().enumerate() {
+                    let found = store.layout.params.trained().find(|(spec, _)| spec.name == name);
+                    let Some((_, at)) = found else { continue };
+                    let grad = (0..at.len() as u64).map(|v| ((v * 7 + i as u64 + step_count) as f64).sin());
+                    let grad = Tensor::from_vec(grad.collect::<Vec<_>>(), at.len(), &test_device()).unwrap();
+                    cast_into(&grad, &store.grads.narrow(0, at.start, at.len()).unwrap()).unwrap();
+                }
+                let step = OptimizerStep { lr, grad_scale: 0.5, device_grad_scale: None, step_count };
+                optimizer.update(&store, step).unwrap();
+            }
+            let params = store.layout.params.in_declaration_order().zip(store.weight_views());
+            let values = |view: &Tensor| view.flatten_all().unwrap().to_vec1::<f32>().unwrap();
+            params.map(|((spec, _), view)| (spec.name.clone(), values(view))).collect::<Vec<_>>()
+        };
+        let initial = store("");
+        for kind in ["adamw", "sgd", "lion", "adafactor", "adamw8bit"] {
+            let rules = "freeze = 'c'\n[[groups]]\nparams = 'b'\nlr_scale = 0.25\nweight_decay = 0.5";
+            let (found, all) = (run(rules, kind, 0.01, 0.1), run("", kind, 0.01, 0.1));
+            // The blocks of 8-bit state start with the group: as if the others were not there.
+            let alone = run("freeze = ['*', '!b']", kind, 0.0025, 0.5);
+            let others = run("freeze = ['*', '!a']", kind, 0.01, 0.1);
+            for (i, name) in ["a.weight", "a.bias", "b.weight", "c.weight"].into_iter().enumerate() {
+                let expected = match name {
+                    "b.weight" => &alone[i].1,
+                    "c.weight" => &initial.weight_views()[i].flatten_all().unwrap().to_vec1::<f32>().unwrap(),
+                    _ => &others[i].1,
+                };
+                assert_eq!(found[i].1, *expected, "{kind}: {name}");
+                assert_ne!(
+                    all[i].1,
+                    initial.weight_views()[i].flatten_all().unwrap().to_vec1::<f32>().unwrap()
+                );
+            }
         }
     }
 

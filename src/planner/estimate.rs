@@ -6,6 +6,7 @@
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::rc::Rc;
 
 use candle_core::DType;
@@ -24,7 +25,7 @@ use crate::kernels::{matmul, sample_keys};
 use crate::memory::ledger::{Ledger, LedgerEntry};
 use crate::memory::process::ProcessMemory;
 use crate::optim;
-use crate::params::{FlatLayout, MemoryFormat, ParamLayout};
+use crate::params::{MemoryFormat, ParamLayout, TensorSpec};
 
 /// Heap bytes the program holds besides its reservations: the measured size of argument parsing, the job, the network
 /// description, thread pools and reports, with a margin.
@@ -151,12 +152,13 @@ pub fn staging_bytes(features: &Features, samples: usize) -> u64 {
     (samples * features.value_bytes() + sample_keys::sample_info_bytes(samples)) as u64
 }
 
-/// Bytes needed to write a checkpoint: the largest parameter that must be permuted from channels-last, and the file
-/// buffer.
+/// Bytes needed to write a checkpoint: the largest parameter that must be permuted from channels-last, the largest frozen
+/// one that is converted from the compute dtype, which is held in both, and the file buffer.
 pub fn checkpoint_write_bytes(layout: &ParamLayout, dtype: DType) -> u64 {
-    largest_param_len(layout, |memory_format| memory_format == MemoryFormat::ChannelsLast)
-        * master_dtype_bytes(dtype)
-        + (1 << 20)
+    let permuted = largest_param_len(layout, |memory_format| memory_format == MemoryFormat::ChannelsLast);
+    let frozen = layout.params.frozen().map(|(spec, _)| spec.len() as u64).max().unwrap_or(0);
+    let converted = if dtype.size_in_bytes() as u64 == master_dtype_bytes(dtype) { 0 } else { 2 * frozen };
+    (permuted + converted) * master_dtype_bytes(dtype) + (1 << 20)
 }
 
 /// Number of values in the largest parameter of such a memory format.
@@ -289,11 +291,18 @@ impl<'a> Estimator<'a> {
         (samples > 0).then(|| exec_plan.eval_micro_batch.min(samples))
     }
 
-    /// Number of values of the parameters, and of `stats`, per owning layer.
-    fn by_layer(&self, stats: Option<&'a FlatLayout>) -> BTreeMap<&'a str, u64> {
+    /// Whether the weights that layers compute with are a copy of the master weights in another dtype.
+    fn has_compute_copy(&self) -> bool {
+        self.inputs.dtype.size_in_bytes() as u64 != master_dtype_bytes(self.inputs.dtype)
+    }
+
+    /// Number of values of these parameters or statistics, per owning layer.
+    fn by_layer(
+        &self,
+        specs: impl Iterator<Item = (&'a TensorSpec, Range<usize>)>,
+    ) -> BTreeMap<&'a str, u64> {
         let mut values = BTreeMap::new();
-        let flats = [Some(&self.inputs.layout.params), stats];
-        for (spec, range) in flats.into_iter().flatten().flat_map(FlatLayout::iter) {
+        for (spec, range) in specs {
             // A layer's name is a prefix of its parameters' names.
             let mut owner = spec.name.as_str();
             while let Some((above, _)) = owner.rsplit_once('.') {
@@ -312,17 +321,18 @@ impl<'a> Estimator<'a> {
         let s = &self.inputs;
         let (params, stats, master_bytes) =
             (s.layout.params.len as u64, s.layout.stats.len as u64, master_dtype_bytes(s.dtype));
-        let compute_copy_bytes = if s.dtype.size_in_bytes() as u64 == master_bytes {
-            0
-        } else {
-            params * s.dtype.size_in_bytes() as u64
+        let trained = s.layout.params.trained_len as u64;
+        // Frozen parameters have no master weights besides the copy in the compute dtype.
+        let (masters, compute_copy_bytes) = match self.has_compute_copy() {
+            true => (trained, params * s.dtype.size_in_bytes() as u64),
+            false => (params, 0),
         };
         let packing = if let Backend::Cpu { threads } = s.backend {
             threads as u64 * matmul::thread_buffer_bytes(s.dtype)
         } else {
             0
         };
-        let average_bytes = if s.job.train.ema.is_some() { params * master_bytes } else { 0 };
+        let average_bytes = if s.job.train.ema.is_some() { trained * master_bytes } else { 0 };
         let rule = s.optimizer.of_kind(exec_plan.optimizer);
         let mut state = s.allocation(
             Role::OptimizerState,
@@ -335,11 +345,11 @@ impl<'a> Estimator<'a> {
         }
         let mut all = vec![
             s.allocation(Role::Reserve, "program", PROGRAM_HEAP_BYTES + packing),
-            s.allocation(Role::Weights, MASTER_WEIGHTS, (params + stats) * master_bytes),
+            s.allocation(Role::Weights, MASTER_WEIGHTS, (masters + stats) * master_bytes),
             s.allocation(Role::Weights, "computed copy", compute_copy_bytes),
             s.allocation(Role::Weights, "moving average", average_bytes),
             s.allocation(Role::Weights, "statistics before an update", stats * master_bytes),
-            s.allocation(Role::Gradients, GRADIENTS, params * master_bytes),
+            s.allocation(Role::Gradients, GRADIENTS, trained * master_bytes),
             state,
             s.allocation(Role::DataPipeline, "data in memory", s.resident_data),
         ];
@@ -402,9 +412,10 @@ impl<'a> Estimator<'a> {
                 let file = s.allocation(Role::CheckpointWriting, "checkpoint", bytes);
                 // On a GPU, weights and optimizer states pass through host memory one after another, each held twice:
                 // as copied and as written.
+                let largest = largest_param_len(s.layout, |_| true);
                 let values = match exec_plan.offloads(Offload::OptimizerState) {
-                    true => largest_param_len(s.layout, |_| true),
-                    false => s.layout.params.len as u64,
+                    true => largest,
+                    false => largest.max(s.layout.params.trained_len as u64),
                 };
                 let copied = if s.on_device() { 2 * values * master_dtype_bytes(s.dtype) } else { 0 };
                 vec![file, s.allocation(Role::CheckpointWriting, "copy", copied)]
@@ -478,8 +489,12 @@ impl MemoryPredictor for Estimator<'_> {
             for Allocation { role, name, bytes, .. } in allocations.filter(|part| part.space == place) {
                 match name {
                     MASTER_WEIGHTS | GRADIENTS => {
-                        let stats = (name == MASTER_WEIGHTS).then_some(&self.inputs.layout.stats);
-                        for (layer, values) in self.by_layer(stats) {
+                        let (params, stats) = (&self.inputs.layout.params, &self.inputs.layout.stats);
+                        let weights = name == MASTER_WEIGHTS;
+                        let frozen = weights && !self.has_compute_copy();
+                        let frozen = frozen.then(|| params.frozen()).into_iter().flatten();
+                        let stats = weights.then(|| stats.iter()).into_iter().flatten();
+                        for (layer, values) in self.by_layer(params.trained().chain(frozen).chain(stats)) {
                             add(layer, role, values * master_dtype_bytes(self.inputs.dtype));
                         }
                     }

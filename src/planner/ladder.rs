@@ -72,6 +72,8 @@ pub fn build_plan(
         requested: r.split,
         chosen: exec_plan,
         samples_per_update: r.samples_per_update,
+        parameters: 0,
+        trained_parameters: 0,
         context_bytes: r.context_bytes,
         parts: predictor.peak_breakdown(exec_plan),
         candidates: candidates.into_iter().map(summary).collect(),

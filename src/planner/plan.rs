@@ -18,6 +18,11 @@ pub struct MemoryPlan {
     pub chosen: ExecutionPlan,
     /// Samples in every update but the last of an epoch; no plan changes it.
     pub samples_per_update: usize,
+    /// Parameters of the model, and how many of them are trained: all but those that `train.freeze` names.
+    #[serde(default)]
+    pub parameters: u64,
+    #[serde(default)]
+    pub trained_parameters: u64,
     /// Device bytes that the CUDA context takes beside the budget and the peak; 0 if no GPU was probed.
     #[serde(default)]
     pub context_bytes: u64,

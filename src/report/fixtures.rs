@@ -18,6 +18,7 @@ pub fn started(t: f64) -> EventRecord {
         device: "cpu".into(),
         threads: 2,
         parameters: 101_770,
+        trained_parameters: Some(101_770),
         train_samples: 150,
         valid_samples: 50,
         total_steps: 6,
@@ -58,6 +59,8 @@ pub fn plan() -> MemoryPlan {
             prefetch: 0,
         },
         samples_per_update: 100,
+        parameters: 101_770,
+        trained_parameters: 101_770,
         context_bytes: 0,
         parts: vec![
             part("weights", Role::Weights, 20),

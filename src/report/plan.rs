@@ -20,6 +20,9 @@ pub fn lines(plan: &MemoryPlan, display: DisplayOptions) -> Vec<String> {
     let verbose = display.verbosity == Verbosity::Verbose;
     let mut out = vec![verdict_line(plan, paint), execution_line(plan)];
     out.extend(disk_line(plan));
+    if plan.trained_parameters < plan.parameters {
+        out.push(format!("       {}", parameter_counts(plan.parameters, plan.trained_parameters)));
+    }
     if plan.verdict != PlanVerdict::DoesNotFit {
         out.extend(adjustment_table(plan));
     }
@@ -61,6 +64,12 @@ fn verdict_line(plan: &MemoryPlan, paint: AnsiStyle) -> String {
         .collect();
     let (peaks, phase, device) = (peaks.join(", "), &plan.peak.phase, &plan.device);
     format!("{} {verdict} on {device}: {peaks} at the peak, in {phase}", paint.bold("plan  "))
+}
+
+/// `206,922 parameters, 1,290 trained`; without the second part if all are.
+pub fn parameter_counts(parameters: u64, trained: u64) -> String {
+    let all = format!("{} parameters", format_count(parameters));
+    if trained < parameters { format!("{all}, {} trained", format_count(trained)) } else { all }
 }
 
 /// The execution plan: `micro-batch 50 x 2 = 100 samples per update (requested: 100 x 1), ...`.

@@ -96,6 +96,7 @@ impl<W: Write + Send> Terminal<W> {
                 device,
                 threads,
                 parameters,
+                trained_parameters,
                 train_samples,
                 valid_samples,
                 total_steps,
@@ -104,11 +105,13 @@ impl<W: Write + Send> Terminal<W> {
             } => {
                 let epochs = self.progress.epoch(*total_steps);
                 let plural = if epochs == 1 { "" } else { "s" };
-                let (parameters, steps) = (format_count(*parameters), format_count(*total_steps));
+                let trained = trained_parameters.unwrap_or(*parameters);
+                let (parameters, steps) =
+                    (plan::parameter_counts(*parameters, trained), format_count(*total_steps));
                 let (train, valid) = (format_count(*train_samples), format_count(*valid_samples));
                 vec![
                     format!(
-                        "{} {name}  {parameters} parameters  {device}, {threads} threads  seed {seed}",
+                        "{} {name}  {parameters}  {device}, {threads} threads  seed {seed}",
                         paint.bold(&label("run"))
                     ),
                     format!(

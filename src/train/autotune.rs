@@ -38,7 +38,9 @@ pub fn plan(setup: &Setup, machine: &TargetMachine) -> Result<MemoryPlan, Failur
             Err(failure) => return Err(failure),
         }
     }
-    Ok(plan_of_fastest(&request, &predictor, &search, planned, &measured))
+    let plan = plan_of_fastest(&request, &predictor, &search, planned, &measured);
+    let (parameters, trained_parameters) = (setup.num_parameters(), setup.num_trained());
+    Ok(MemoryPlan { parameters, trained_parameters, ..plan })
 }
 
 /// The candidates that fit, fastest predicted first.

@@ -164,19 +164,23 @@ impl Checkpoints {
         attached: &[PathBuf],
     ) -> Result<u64, Failure> {
         let store = tensors.store;
-        let (master, stats) =
-            (FlatBuffer::from_tensor(&store.master_weights)?, FlatBuffer::from_tensor(&store.stats)?);
-        let mut model = named_tensors(&store.layout.params, &master)?;
-        model.extend(named_tensors(&store.layout.stats, &stats)?);
+        let (params, frozen) = (&store.layout.params, store.frozen_weights()?);
+        let (master, frozen, stats) = (
+            FlatBuffer::from_tensor(&store.master_weights)?,
+            FlatBuffer::from_tensor(&frozen)?,
+            FlatBuffer::from_tensor(&store.stats)?,
+        );
+        let mut model = named_tensors(params.trained(), &master)?;
+        model.extend(named_tensors(params.frozen(), &frozen)?);
+        model.extend(named_tensors(store.layout.stats.iter(), &stats)?);
         let mut files = vec![MODEL.to_owned(), OPTIMIZER.to_owned()];
         let mut not_finite = write_tensors(&folder.join(MODEL), &model)?;
         if let Some(average) = tensors.average {
             files.push(AVERAGE.to_owned());
-            let average = write_tensors(
-                &folder.join(AVERAGE),
-                &named_tensors(&store.layout.params, &FlatBuffer::from_tensor(average)?)?,
-            )?;
-            not_finite = not_finite.or(average);
+            let average = FlatBuffer::from_tensor(average)?;
+            let mut model = named_tensors(params.trained(), &average)?;
+            model.extend(named_tensors(params.frozen(), &frozen)?);
+            not_finite = not_finite.or(write_tensors(&folder.join(AVERAGE), &model)?);
         }
         not_finite = not_finite.or(write_buffers(&folder.join(OPTIMIZER), tensors.optimizer.state()?)?);
         if let Some(tensor) = not_finite {
@@ -399,12 +403,12 @@ pub fn verify_files(path: &Path) -> Result<CheckpointState, String> {
 /// Loads the tensors of a checkpoint into those of a run.
 pub fn load(path: &Path, tensors: &CheckpointTensors) -> Result<(), Failure> {
     let store = tensors.store;
-    load_named(&path.join(MODEL), &store.layout.params, &store.master_weights)?;
-    load_named(&path.join(MODEL), &store.layout.stats, &store.stats)?;
+    load_params(&path.join(MODEL), store)?;
+    load_named(&path.join(MODEL), store.layout.stats.iter(), &store.stats)?;
     if let Some(average) = tensors.average {
         // A run that adds an EMA when it is resumed starts the EMA from the weights it loads.
         let file = if path.join(AVERAGE).exists() { AVERAGE } else { MODEL };
-        load_named(&path.join(file), &store.layout.params, average)?;
+        load_named(&path.join(file), store.layout.params.trained(), average)?;
     }
     load_buffers(&path.join(OPTIMIZER), tensors.optimizer.state()?)?;
     Ok(store.sync_compute_weights()?)
@@ -413,11 +417,17 @@ pub fn load(path: &Path, tensors: &CheckpointTensors) -> Result<(), Failure> {
 /// Loads weights by name from a safetensors file of this or another tool; ignores tensors the model does not have. A
 /// file without running statistics leaves them as they are; a file with some must have all.
 pub fn load_weights(file: &Path, store: &ParamStore) -> Result<(), Failure> {
-    let (params, stats) = (&store.layout.params, &store.layout.stats);
-    load_named(file, params, &store.master_weights)?;
+    let stats = &store.layout.stats;
+    load_params(file, store)?;
     let has_some = |found: &SafeTensors| stats.iter().any(|(spec, _)| found.tensor(&spec.name).is_ok());
-    load_named_if(file, stats, &store.stats, has_some)?;
+    load_named_if(file, stats.iter(), &store.stats, has_some)?;
     Ok(store.sync_compute_weights()?)
+}
+
+/// Loads the parameters by name: master weights, and frozen ones in the compute dtype.
+fn load_params(file: &Path, store: &ParamStore) -> Result<(), Failure> {
+    load_named(file, store.layout.params.trained(), &store.master_weights)?;
+    load_named(file, store.layout.params.frozen(), &store.frozen_weights()?)
 }
 
 #[cfg(test)]

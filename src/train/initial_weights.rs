@@ -15,12 +15,11 @@ use serde::Serialize;
 use super::Failure;
 use super::checkpoint::{MODEL, is_checkpoint};
 use super::run_dir::RunDir;
-use super::tensor_files::{FilterPermutation, permute_filter};
+use super::tensor_files::{FilterPermutation, permute_filter, write_f32};
 use crate::base::regular_file;
 use crate::job::InitHead;
-use crate::kernels::host;
 use crate::param_store::ParamStore;
-use crate::params::{FlatLayout, MemoryFormat, ParamLayout, TensorSpec};
+use crate::params::{MemoryFormat, ParamLayout, TensorSpec};
 
 /// Lists the files of the shards of a model, as transformers writes it.
 const SHARD_INDEX: &str = "model.safetensors.index.json";
@@ -145,13 +144,18 @@ impl InitialWeights {
 
     /// Loads the weights, one tensor at a time.
     pub fn load(&self, store: &ParamStore) -> Result<(), Failure> {
-        self.load_flat(&store.layout.params, &store.master_weights)?;
-        self.load_flat(&store.layout.stats, &store.stats)?;
+        self.load_ranges(store.layout.params.trained(), &store.master_weights)?;
+        self.load_ranges(store.layout.params.frozen(), &store.frozen_weights()?)?;
+        self.load_ranges(store.layout.stats.iter(), &store.stats)?;
         Ok(store.sync_compute_weights()?)
     }
 
-    fn load_flat(&self, flat: &FlatLayout, buffer: &candle_core::Tensor) -> Result<(), Failure> {
-        for (spec, range) in flat.iter().filter(|(spec, _)| self.taken.contains(&spec.name)) {
+    fn load_ranges<'a>(
+        &self,
+        params: impl Iterator<Item = (&'a TensorSpec, std::ops::Range<usize>)>,
+        buffer: &candle_core::Tensor,
+    ) -> Result<(), Failure> {
+        for (spec, range) in params.filter(|(spec, _)| self.taken.contains(&spec.name)) {
             let (path, map) = &self.files[self.places[&spec.name]];
             let mismatch = |error: safetensors::SafeTensorError| Failure::ForeignCheckpoint {
                 path: path.clone(),
@@ -163,7 +167,7 @@ impl InitialWeights {
             // Of a vocabulary or a context of another size, the common rows; other rows stay as they are.
             let common = values.len().min(range.len());
             let part = buffer.narrow(0, range.start, common)?;
-            host::write(&part, |into: &mut [f32]| match spec.memory_format {
+            write_f32(&part, |into| match spec.memory_format {
                 MemoryFormat::Contiguous => into.copy_from_slice(&values[..common]),
                 MemoryFormat::ChannelsLast => {
                     permute_filter(&values, into, &spec.shape, FilterPermutation::FromFile, |value| value);

@@ -52,7 +52,8 @@ impl Setup {
         if let Some(image) = self.image_too_large(&plan) {
             plan.advice = Some(image);
         }
-        MemoryPlan { disk: self.disk(plan.chosen.optimizer), ..plan }
+        let (parameters, trained_parameters) = (self.num_parameters(), self.num_trained());
+        MemoryPlan { disk: self.disk(plan.chosen.optimizer), parameters, trained_parameters, ..plan }
     }
 
     /// Advice for a plan that fails only because of one large image.
@@ -197,7 +198,7 @@ impl Setup {
         let state = optim::state_bytes(&self.optimizer, params);
         let transfer_seconds = |bytes: u64| bytes as f64 / PCIE_BANDWIDTH;
         // An update reads and writes weights, gradients and optimizer state.
-        let bytes_touched = 2 * (8 * params.len as u64 + state);
+        let bytes_touched = 2 * (8 * params.trained_len as u64 + state);
         let update = bytes_touched as f64 / (speed.memory_bandwidth * cores as f64);
         let (update_8bit, state_8bit) = match self.optimizer.eight_bit() {
             Some(rule) => (UPDATE_8BIT_SLOWDOWN * update, optim::state_bytes(&rule, params)),
@@ -218,10 +219,11 @@ impl Setup {
 
     /// What a run of this job may change when memory is short.
     pub(super) fn shrink_limits(&self) -> ShrinkLimits {
+        let spec = MicroBatchSpec { batch: 1, dtype: self.dtype, backend: self.backend() };
         ShrinkLimits {
             may_shrink: self.allows(OomAction::Shrink),
             may_recompute: self.allows(OomAction::Recompute),
-            blocks: self.network.blocks.len(),
+            blocks: self.network.blocks_with_backward(spec),
             samples_per_update: self.job.train.samples_per_update(),
             micro_batch_multiple: self.network.micro_batch_multiple(),
         }

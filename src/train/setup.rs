@@ -27,7 +27,7 @@ use crate::memory::gpu::GpuDevice;
 use crate::memory::measure;
 use crate::memory::process::{ProcessMemory, ThreadStacks, WorkPhase};
 use crate::models::{BuiltModel, LossOptions, ModelError};
-use crate::params::ParamLayout;
+use crate::params::{ParamLayout, ParamRules};
 use crate::planner::budget::{self, TargetMachine};
 
 /// A prepared job.
@@ -140,7 +140,8 @@ impl Setup {
 
     /// The job's network for samples of these features, fused for this backend.
     pub(super) fn network_on(&self, backend: Backend, features: &Features) -> Network {
-        match fused_network(&self.job.model, &self.loss, features, self.activation_dtype(backend), backend) {
+        let (rules, dtype) = (ParamRules::new(&self.job.train), self.activation_dtype(backend));
+        match fused_network(&self.job.model, &self.loss, &rules, features, dtype, backend) {
             Ok(built) => built.network,
             Err(error) => unreachable!("this model was built before: {error}"),
         }
@@ -189,8 +190,9 @@ impl Setup {
         let backend = Backend::Cpu { threads };
         let dtype = activation_dtype(job.train.precision, backend);
         let loss = loss_options(&job.train, datasets.train.as_ref())?;
-        let built = fused_network(&job.model, &loss, datasets.train.features(), dtype, backend)?;
-        let bucket_networks = bucket_networks(&job.model, &loss, datasets.train.features(), dtype, backend)?;
+        let (rules, features) = (ParamRules::new(&job.train), datasets.train.features());
+        let built = fused_network(&job.model, &loss, &rules, features, dtype, backend)?;
+        let bucket_networks = bucket_networks(&job.model, &loss, &rules, features, dtype, backend)?;
         let samples = job.train.samples_per_update() as u64;
         let shuffle = job.data.loader.shuffle;
         let order = Order::for_dataset(datasets.train.as_ref(), samples, job.seed, shuffle, shuffle_buffer)?;
@@ -286,6 +288,11 @@ impl Setup {
         self.layout.params.len as u64
     }
 
+    /// How many of them are not frozen.
+    pub fn num_trained(&self) -> u64 {
+        self.layout.params.trained_len as u64
+    }
+
     /// Bytes that the datasets and their orders hold for as long as they live.
     pub fn resident_data_bytes(&self) -> u64 {
         let sets = self.datasets.train.resident_bytes() + self.datasets.valid.resident_bytes();
@@ -356,12 +363,13 @@ fn loss_options(train: &TrainConfig, dataset: &dyn Dataset) -> Result<LossOption
 pub fn bucket_networks(
     model: &ModelConfig,
     loss: &LossOptions,
+    rules: &ParamRules,
     features: &Features,
     dtype: DType,
     backend: Backend,
 ) -> Result<Vec<BucketNetwork>, ModelError> {
     let network = |features: Features| {
-        let network = fused_network(model, loss, &features, dtype, backend)?.network;
+        let network = fused_network(model, loss, rules, &features, dtype, backend)?.network;
         Ok(BucketNetwork { features, network })
     };
     features.shorter_buckets().map(network).collect()
@@ -371,11 +379,12 @@ pub fn bucket_networks(
 pub fn fused_network(
     model: &ModelConfig,
     loss: &LossOptions,
+    rules: &ParamRules,
     features: &Features,
     dtype: DType,
     backend: Backend,
 ) -> Result<BuiltModel, ModelError> {
-    let BuiltModel { network, layout } = crate::models::build_with_loss(model, features, loss)?;
+    let BuiltModel { network, layout } = crate::models::build_with(model, features, loss, rules)?;
     let network = match backend.is_reference() {
         true => network.on_reference(),
         false => network.fuse(MicroBatchSpec { batch: 1, dtype, backend }),

@@ -28,19 +28,22 @@ pub(super) struct NamedTensor<'a> {
 enum TensorData<'a> {
     F32(&'a [f32]),
     U8(&'a [u8]),
-    /// On a GPU. Copied to the host when written, one tensor at a time.
-    Device(Tensor),
+    /// On a GPU, or of another float type. Copied to the host as f32 or u8 when written, one tensor at a time.
+    Copied(Tensor),
 }
 
-/// A flat buffer: borrowed on the host, or on a GPU.
+/// A flat buffer: borrowed on the host, or on a GPU or of another float type.
 pub(super) enum FlatBuffer<'a> {
     Host(View<'a, f32>),
-    Device(&'a Tensor),
+    Other(&'a Tensor),
 }
 
 impl<'a> FlatBuffer<'a> {
     pub(super) fn from_tensor(tensor: &'a Tensor) -> Result<Self, Failure> {
-        Ok(if tensor.device().is_cpu() { Self::Host(cpu::view(tensor)?) } else { Self::Device(tensor) })
+        Ok(match tensor.device().is_cpu() && tensor.dtype() == DType::F32 {
+            true => Self::Host(cpu::view(tensor)?),
+            false => Self::Other(tensor),
+        })
     }
 }
 
@@ -49,8 +52,8 @@ impl tensor::View for &NamedTensor<'_> {
         match &self.data {
             TensorData::F32(_) => Dtype::F32,
             TensorData::U8(_) => Dtype::U8,
-            TensorData::Device(tensor) if tensor.dtype() == DType::U8 => Dtype::U8,
-            TensorData::Device(_) => Dtype::F32,
+            TensorData::Copied(tensor) if tensor.dtype() == DType::U8 => Dtype::U8,
+            TensorData::Copied(_) => Dtype::F32,
         }
     }
 
@@ -67,11 +70,12 @@ impl tensor::View for &NamedTensor<'_> {
             }
             // `safetensors` cannot report that a copy failed; a tensor without bytes makes it fail with an error of
             // its own.
-            TensorData::Device(tensor) if tensor.dtype() == DType::U8 => {
+            TensorData::Copied(tensor) if tensor.dtype() == DType::U8 => {
                 Cow::Owned(host::to_vec::<u8>(tensor).unwrap_or_default())
             }
-            TensorData::Device(tensor) => {
-                let values = host::to_vec::<f32>(tensor).unwrap_or_default();
+            TensorData::Copied(tensor) => {
+                let values = tensor.to_dtype(DType::F32).and_then(|tensor| host::to_vec::<f32>(&tensor));
+                let values = values.unwrap_or_default();
                 self.check_finite(&values);
                 Cow::Owned(to_file_order(&values, self.shape, self.memory_format).into_owned())
             }
@@ -82,7 +86,8 @@ impl tensor::View for &NamedTensor<'_> {
         match &self.data {
             TensorData::F32(data) => std::mem::size_of_val(*data),
             TensorData::U8(data) => data.len(),
-            TensorData::Device(tensor) => tensor.elem_count() * tensor.dtype().size_in_bytes(),
+            TensorData::Copied(tensor) if tensor.dtype() == DType::U8 => tensor.elem_count(),
+            TensorData::Copied(tensor) => tensor.elem_count() * size_of::<f32>(),
         }
     }
 }
@@ -140,19 +145,19 @@ pub(super) fn permute_filter<A: Copy, B>(
     }
 }
 
-/// The parameters of a flat buffer, by name.
+/// The parameters in these ranges of a flat buffer, by name.
 pub(super) fn named_tensors<'a>(
-    flat: &'a FlatLayout,
+    params: impl Iterator<Item = (&'a TensorSpec, std::ops::Range<usize>)>,
     all: &'a FlatBuffer,
 ) -> Result<Vec<(&'a str, NamedTensor<'a>)>, Failure> {
     let to_named = |(spec, range): (&'a TensorSpec, std::ops::Range<usize>)| {
         let data = match all {
             FlatBuffer::Host(all) => TensorData::F32(&all[range]),
-            FlatBuffer::Device(all) => TensorData::Device(all.narrow(0, range.start, range.len())?),
+            FlatBuffer::Other(all) => TensorData::Copied(all.narrow(0, range.start, range.len())?),
         };
         Ok((spec.name.as_str(), NamedTensor::new(&spec.shape, data, spec.memory_format)))
     };
-    flat.iter().map(to_named).collect()
+    params.map(to_named).collect()
 }
 
 /// Writes flat buffers of f32 or u8; returns what [`write_tensors`] does.
@@ -163,7 +168,7 @@ pub(super) fn write_buffers(
     let memory_format = MemoryFormat::Contiguous;
     if buffers.iter().any(|(_, tensor)| !tensor.device().is_cpu()) {
         let device_tensors = buffers.iter().map(|(name, tensor)| {
-            (*name, NamedTensor::new(tensor.dims(), TensorData::Device(tensor.clone()), memory_format))
+            (*name, NamedTensor::new(tensor.dims(), TensorData::Copied(tensor.clone()), memory_format))
         });
         return write_tensors(path, &device_tensors.collect::<Vec<_>>());
     }
@@ -202,15 +207,19 @@ pub(super) fn sync(path: &Path) -> Result<(), Failure> {
     File::open(path).and_then(|file| file.sync_all()).map_err(Failure::io("write", path))
 }
 
-/// Loads the tensors of a file into a flat buffer, by name; ignores any others.
-pub(super) fn load_named(file: &Path, flat: &FlatLayout, buffer: &Tensor) -> Result<(), Failure> {
-    load_named_if(file, flat, buffer, |_| true)
+/// Loads the tensors of a file into these ranges of a flat buffer, by name; ignores any others.
+pub(super) fn load_named<'a>(
+    file: &Path,
+    params: impl Iterator<Item = (&'a TensorSpec, std::ops::Range<usize>)>,
+    buffer: &Tensor,
+) -> Result<(), Failure> {
+    load_named_if(file, params, buffer, |_| true)
 }
 
 /// As [`load_named`], if `accept` returns true for the file.
-pub(super) fn load_named_if(
+pub(super) fn load_named_if<'a>(
     file: &Path,
-    flat: &FlatLayout,
+    mut params: impl Iterator<Item = (&'a TensorSpec, std::ops::Range<usize>)>,
     buffer: &Tensor,
     accept: impl FnOnce(&SafeTensors) -> bool,
 ) -> Result<(), Failure> {
@@ -220,15 +229,22 @@ pub(super) fn load_named_if(
     if !accept(&tensors) {
         return Ok(());
     }
-    flat.iter().try_for_each(|(spec, range)| {
+    params.try_for_each(|(spec, range)| {
+        let bytes = checked_bytes(&tensors, &spec.name, Dtype::F32, &spec.shape).map_err(mismatch)?;
         let part = buffer.narrow(0, range.start, range.len())?;
-        host::write(&part, |into| {
-            let bytes = checked_bytes(&tensors, &spec.name, Dtype::F32, &spec.shape)?;
-            mapped.read_param(bytes, &spec.shape, spec.memory_format, into);
-            Ok(())
-        })?
-        .map_err(mismatch)
+        Ok(write_f32(&part, |into| mapped.read_param(bytes, &spec.shape, spec.memory_format, into))?)
     })
+}
+
+/// Writes f32 values to a contiguous tensor: in place, or through a copy if it has another float type.
+pub(super) fn write_f32(to: &Tensor, fill: impl FnOnce(&mut [f32])) -> candle_core::Result<()> {
+    if to.dtype() == DType::F32 {
+        return host::write(to, fill);
+    }
+    let mut values = vec![0f32; to.elem_count()];
+    fill(&mut values);
+    let len = values.len();
+    cast_into(&Tensor::from_vec(values, len, to.device())?, to)
 }
 
 /// Loads flat buffers that [`write_buffers`] wrote.

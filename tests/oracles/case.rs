@@ -437,7 +437,7 @@ impl TestNetwork<'_> {
     fn train(&self, oracle: &Oracle) {
         let zeros = || self.store.grads.zeros_like().unwrap();
         let (m, v) = (zeros(), zeros());
-        let decayed = self.store.layout.params.decayed_len;
+        let decayed = self.store.layout.params.groups[0].decayed_len;
         let common = UpdateArgs {
             lr: oracle.lr,
             grad_scale: 1.0,

@@ -15,30 +15,29 @@ pub(super) struct BackwardContext<'a> {
 }
 
 impl Executor<'_> {
-    /// Returns the gradient of the nodes' input, if needed. Drops each saved node as soon as it is used.
+    /// Returns the gradient of the nodes' input, if it requires one. Drops each saved node as soon as it is used.
     pub(super) fn backward(
         &self,
         nodes: &[Node],
         mut saved_nodes: Vec<SavedNode>,
         mut dy: ReservedTensor,
-        needs_input_grad: bool,
         mut ctx: BackwardContext,
     ) -> StepResult<Option<ReservedTensor>> {
         for (i, node) in nodes.iter().enumerate().rev() {
-            let needs_input_grad = needs_input_grad || i > 0;
-            let residual_grad = ctx.residual_grad.filter(|_| i == 0 && needs_input_grad);
+            let residual_grad = ctx.residual_grad.filter(|_| i == 0);
             // Only the last node needs `output_act`; taking it here releases it early.
             let node_ctx = BackwardContext { residual_grad, output_act: ctx.output_act.take() };
             let dx = match (node, saved_nodes.pop()) {
                 (Node::Layer(layer), Some(SavedNode::Layer(saved))) => {
-                    self.layer_backward(layer.as_ref(), saved, dy, needs_input_grad)?
+                    self.layer_backward(layer.as_ref(), saved, dy)?
                 }
                 (Node::Fused(fused), Some(SavedNode::Fused(saved))) => {
-                    self.fused_backward(fused, saved, dy, needs_input_grad, node_ctx)?
+                    self.fused_backward(fused, saved, dy, node_ctx)?
                 }
                 (Node::Residual(residual), Some(SavedNode::Residual(saved))) => {
-                    self.residual_backward(residual, saved, dy, needs_input_grad)?
+                    self.residual_backward(residual, saved, dy)?
                 }
+                // No trained parameter is here or before.
                 _ => None,
             };
             let Some(dx) = dx else { return Ok(None) };
@@ -56,9 +55,8 @@ impl Executor<'_> {
     fn layer_backward(
         &self,
         layer: &dyn Layer,
-        SavedLayer { saved, _reservations }: SavedLayer,
+        SavedLayer { saved, needs_input_grad, _reservations }: SavedLayer,
         dy: ReservedTensor,
-        needs_input_grad: bool,
     ) -> StepResult<Option<ReservedTensor>> {
         let cost = layer.cost(self.spec);
         let reservation = match needs_input_grad && !cost.output_is_view {
@@ -70,15 +68,14 @@ impl Executor<'_> {
             (Some(pass), Some(saved), Some(dy)) => layer.backward(saved, dy, &pass, needs_input_grad)?,
             _ => None,
         };
-        Ok(needs_input_grad.then_some(ReservedTensor { value, reservation }))
+        Ok(needs_input_grad.then_some(ReservedTensor { value, reservation, requires_grad: true }))
     }
 
     fn residual_backward(
         &self,
         residual: &ResidualNode,
-        SavedResidual { branch, shortcut, output }: SavedResidual,
+        SavedResidual { branch, shortcut, output, needs_input_grad }: SavedResidual,
         dy: ReservedTensor,
-        needs_input_grad: bool,
     ) -> StepResult<Option<ReservedTensor>> {
         let _work = self.reserve_pointwise(&residual.name, &residual.output_shape)?;
         let mut output_act = output.map(|y| (y, residual.act));
@@ -88,23 +85,23 @@ impl Executor<'_> {
             }
             output_act = None;
         }
-        let dy_branch = match self.overwrites_dy(&residual.branch) {
+        let dy_branch = match !branch.is_empty() && self.overwrites_dy(&residual.branch) {
             true => {
                 let bytes = self.spec.bytes(residual.output_shape.iter().product());
                 let reservation = self.reserve(Role::Activations, &residual.name, bytes)?;
                 let value = dy.value.as_ref().map(kernels::copy).transpose()?;
-                ReservedTensor { value, reservation }
+                ReservedTensor { value, reservation, requires_grad: true }
             }
             false => dy.clone(),
         };
         if residual.shortcut.is_empty() {
-            let ctx = BackwardContext { residual_grad: Some(&dy), output_act };
-            return self.backward(&residual.branch, branch, dy_branch, needs_input_grad, ctx);
+            let ctx = BackwardContext { residual_grad: Some(&dy).filter(|_| needs_input_grad), output_act };
+            return self.backward(&residual.branch, branch, dy_branch, ctx);
         }
         let ctx = BackwardContext { residual_grad: None, output_act };
-        let dx_branch = self.backward(&residual.branch, branch, dy_branch, needs_input_grad, ctx)?;
+        let dx_branch = self.backward(&residual.branch, branch, dy_branch, ctx)?;
         let ctx = BackwardContext { residual_grad: dx_branch.as_ref(), output_act: None };
-        self.backward(&residual.shortcut, shortcut, dy, needs_input_grad, ctx)
+        self.backward(&residual.shortcut, shortcut, dy, ctx)
     }
 
     /// Whether the backward pass of these nodes overwrites the gradient it takes.

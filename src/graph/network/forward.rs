@@ -43,7 +43,7 @@ impl Executor<'_> {
                 }
             };
             x = y;
-            if save {
+            if save && x.requires_grad {
                 saved_nodes.push(saved);
             }
         }
@@ -67,15 +67,17 @@ impl Executor<'_> {
             _ => (None, None),
         };
         let reservation = if cost.output_is_view { x.reservation.clone() } else { output_reservation };
+        let requires_grad = x.requires_grad || cost.trains;
         let saved = SavedLayer {
             saved,
+            needs_input_grad: x.requires_grad,
             _reservations: [
                 saved_reservation,
                 x.reservation.filter(|_| cost.saves_input),
                 reservation.clone().filter(|_| cost.saves_output),
             ],
         };
-        Ok((ReservedTensor { value, reservation }, saved))
+        Ok((ReservedTensor { value, reservation, requires_grad }, saved))
     }
 
     fn residual_forward(
@@ -85,11 +87,13 @@ impl Executor<'_> {
         save: bool,
         mode: Mode,
     ) -> StepResult<(ReservedTensor, SavedResidual)> {
+        let needs_input_grad = x.requires_grad;
         let (y, branch, shortcut) = match residual.is_fused() {
             true => {
                 let (s, shortcut) = self.forward(&residual.shortcut, x.clone(), save, mode, None)?;
                 let end = ResidualEnd { shortcut: &s, act: residual.act };
-                let (y, branch) = self.forward(&residual.branch, x, save, mode, Some(end))?;
+                let (mut y, branch) = self.forward(&residual.branch, x, save, mode, Some(end))?;
+                y.requires_grad |= s.requires_grad;
                 (y, branch, shortcut)
             }
             false => {
@@ -98,8 +102,8 @@ impl Executor<'_> {
                 (self.add(residual, b, s)?, branch, shortcut)
             }
         };
-        let output = (residual.act != Activation::Identity).then(|| y.clone());
-        Ok((y, SavedResidual { branch, shortcut, output }))
+        let output = (y.requires_grad && residual.act != Activation::Identity).then(|| y.clone());
+        Ok((y, SavedResidual { branch, shortcut, output, needs_input_grad }))
     }
 
     /// `act(branch + shortcut)`. The sum overwrites the branch's output, unless that is saved.
@@ -109,6 +113,7 @@ impl Executor<'_> {
         branch: ReservedTensor,
         shortcut: ReservedTensor,
     ) -> StepResult<ReservedTensor> {
+        let requires_grad = branch.requires_grad || shortcut.requires_grad;
         let in_place = !self.saves_output(&residual.branch);
         let reservation = match in_place {
             true => branch.reservation,
@@ -123,7 +128,7 @@ impl Executor<'_> {
             (Some(b), Some(s)) => Some(add::forward(b, s, residual.act)?),
             _ => None,
         };
-        Ok(ReservedTensor { value, reservation })
+        Ok(ReservedTensor { value, reservation, requires_grad })
     }
 
     /// Whether the output of these nodes is saved by the node that computed it, or is their input.

@@ -53,8 +53,10 @@ impl Executor<'_> {
             if i > 0 {
                 saved.drop_input();
             }
-            saved_layers.push(saved);
             x = y;
+            if x.requires_grad {
+                saved_layers.push(saved);
+            }
         }
         Ok((x, saved_layers))
     }
@@ -65,13 +67,14 @@ impl Executor<'_> {
         node: &FusedNode,
         mut saved_layers: Vec<SavedLayer>,
         mut dy: ReservedTensor,
-        needs_input_grad: bool,
         mut ctx: BackwardContext,
     ) -> StepResult<Option<ReservedTensor>> {
         let mut deferred: Option<DeferredWeightGrad> = None;
         for (i, layer) in node.layers.iter().enumerate().rev() {
-            let Some(SavedLayer { mut saved, _reservations }) = saved_layers.pop() else { return Ok(None) };
-            let (needs_input_grad, last) = (needs_input_grad || i > 0, i + 1 == node.layers.len());
+            let Some(SavedLayer { mut saved, needs_input_grad, _reservations }) = saved_layers.pop() else {
+                return Ok(None);
+            };
+            let last = i + 1 == node.layers.len();
             let input = i.checked_sub(1).map(|before| (node.layers[before].as_ref(), node.recompute[before]));
             let _input = match input {
                 Some((before, Recompute::BeforeBackward)) => {
@@ -96,7 +99,10 @@ impl Executor<'_> {
             let dy_value = if defers || pending.is_some() { dy.value.clone() } else { dy.value.take() };
             if let (Some(pass), Some(saved), Some(dy)) = (self.pass_in_mode(Mode::Train), saved, dy_value) {
                 let act_backward_done = pending.as_ref().is_some_and(|next| next.input_act_backward_done);
-                let residual_grad = ctx.residual_grad.filter(|_| i == 0).and_then(|grad| grad.value.as_ref());
+                let residual_grad = ctx
+                    .residual_grad
+                    .filter(|_| i == 0 && needs_input_grad)
+                    .and_then(|grad| grad.value.as_ref());
                 let before = saved_layers.last().and_then(|before| before.saved.as_ref());
                 grads = match Fusible::of(layer.as_ref()) {
                     Fusible::Linear(linear) if defers || pending.is_some() => {
@@ -130,7 +136,7 @@ impl Executor<'_> {
                         let bias_grad = node.input_bias_grad.filter(|_| i == 0 && needs_input_grad);
                         let fusion = NormBackwardFusion {
                             residual_grad,
-                            dx_column_sums: bias_grad.map(|id| pass.grad(id)),
+                            dx_column_sums: bias_grad.and_then(|id| pass.grad(id)),
                             recompute_output: pending.is_some(),
                         };
                         let dx = norm.backward_fused(&saved, &dy, &pass, needs_input_grad, fusion)?;
@@ -164,7 +170,7 @@ impl Executor<'_> {
             if !needs_input_grad {
                 return Ok(None);
             }
-            dy = ReservedTensor { value: grads.dx, reservation };
+            dy = ReservedTensor { value: grads.dx, reservation, requires_grad: true };
         }
         Ok(Some(dy))
     }

@@ -24,10 +24,10 @@ impl AdafactorKernel {
         (weights, grads, state): (&Tensor, &Tensor, &Tensor),
     ) -> Result<()> {
         let lengths = [weights, grads, state].map(Tensor::elem_count);
-        if lengths != [params.len, params.len, state_len(params)]
+        if lengths != [params.trained_len, params.trained_len, state_len(params)]
             || [grads.dtype(), state.dtype()] != [weights.dtype(); 2]
         {
-            bail!("buffers of {lengths:?} values for {} parameters", params.len)
+            bail!("buffers of {lengths:?} values for {} parameters", params.trained_len)
         }
         let columns = scratch(device, cuda_column_bytes(params, weights.dtype()) as usize)?;
         let sums = scratch(device, CUDA_SUMS_BYTES as usize)?;
@@ -35,7 +35,9 @@ impl AdafactorKernel {
         let of = |tensor: &Tensor, at: usize| {
             Ok::<_, candle_core::Error>(pointer(tensor)?.wrapping_byte_add(at * size))
         };
-        for FactoredParam { start, rows, cols, state_offset: at } in factored_params(params) {
+        for param in factored_params(params) {
+            let (lr, weight_decay) = param.lr_and_decay(c);
+            let FactoredParam { start, rows, cols, state_offset: at, .. } = param;
             let args = AdafactorArgs {
                 dtype: dtype_code(weights.dtype())?,
                 weights: of(weights, start)?,
@@ -50,8 +52,8 @@ impl AdafactorKernel {
                 blocks: CUDA_BLOCKS as c_int,
                 grad_scale: c.grad_scale,
                 one_minus_beta2: (self.step as f64).powf(self.decay),
-                decay_factor: if start < c.decayed_len { 1.0 - c.lr * c.weight_decay } else { 1.0 },
-                rho: c.lr.min(1.0 / (self.step as f64).sqrt()),
+                decay_factor: 1.0 - lr * weight_decay,
+                rho: lr.min(1.0 / (self.step as f64).sqrt()),
                 eps: self.eps,
                 clip: self.clip,
             };

@@ -125,7 +125,7 @@ impl ChannelNorm<'_> {
         let dx = needs_input_grad.then(|| uninit(device, x.dtype(), x.shape())).transpose()?;
         let workspace = scratch(device, cuda_workspace(x.dtype(), &self.layout, self.groups).1)?;
         let args = self.to_ffi(x, saved_stats)?;
-        let (dweight, dbias) = (pointer(grads.weight)?, pointer_or_null(grads.bias)?);
+        let (dweight, dbias) = (pointer_or_null(grads.weight)?, pointer_or_null(grads.bias)?);
         let (dy, y, to) = (pointer(dy)?, pointer_or_null(y)?, pointer_or_null(dx.as_ref())?);
         // SAFETY: as above; the gradients have the accumulator type.
         check_status("channels_backward", unsafe {

@@ -5,7 +5,7 @@ use std::ffi::{c_int, c_void};
 use candle_core::cuda_backend::CudaDevice;
 use candle_core::{Result, Tensor};
 
-use super::ClassTokenKernel;
+use super::{ClassTokenGrads, ClassTokenKernel};
 use crate::kernels::cuda::{RawStream, check_status, dtype_code, pointer, pointer_or_null, stream, uninit};
 
 impl ClassTokenKernel<'_> {
@@ -27,13 +27,14 @@ impl ClassTokenKernel<'_> {
         &self,
         device: &CudaDevice,
         dy: &Tensor,
-        grads: &ClassTokenKernel,
+        grads: &ClassTokenGrads,
         shape: Option<&[usize]>,
     ) -> Result<Option<Tensor>> {
         let (length, n) = self.sizes();
         let dx = shape.map(|shape| uninit(device, dy.dtype(), shape)).transpose()?;
         let (dtype, samples) = (dtype_code(dy.dtype())?, dy.dim(0)? as c_int);
-        let [d, class, positions] = [pointer(dy)?, pointer(grads.class)?, pointer(grads.positions)?];
+        let [d, class, positions] =
+            [pointer(dy)?, pointer_or_null(grads.class)?, pointer_or_null(grads.positions)?];
         let (to, length, n) = (pointer_or_null(dx.as_ref())?, length as c_int, n as c_int);
         // SAFETY: as above; the gradients have the sizes of their parameters.
         check_status("class_token_backward", unsafe {

@@ -6,7 +6,7 @@
 use std::ffi::{c_int, c_void};
 
 use candle_core::cuda_backend::CudaDevice;
-use candle_core::{DType, Result, Tensor};
+use candle_core::{DType, Result, Shape, Tensor};
 
 use super::super::channels::gpu::acc_dtype;
 use super::super::channels::{ChannelLayout, GridPartition};
@@ -115,39 +115,44 @@ impl ConvKernel<'_> {
     pub(super) fn backward_cuda(
         &self,
         device: &CudaDevice,
-        x: &Tensor,
+        x: Option<&Tensor>,
         v: Option<&Tensor>,
         dy: &Tensor,
         grads: &WeightBiasGrads,
         needs_input_grad: bool,
         residual_grad: Option<&Tensor>,
     ) -> Result<Option<Tensor>> {
-        let g = &self.geometry;
+        let (g, shape) = (&self.geometry, self.input_shape(dy)?);
         self.activation_backward(device, v, dy, grads)?;
         if dy.elem_count() == 0 {
             return match residual_grad {
                 Some(residual_grad) => Ok(Some(residual_grad.clone())),
-                None => needs_input_grad.then(|| Tensor::zeros(x.shape(), x.dtype(), x.device())).transpose(),
+                None => needs_input_grad.then(|| Tensor::zeros(&shape, dy.dtype(), dy.device())).transpose(),
             };
         }
-        if g.is_depthwise() {
-            depthwise::gpu::weight_gradient(device, g, x, dy, grads.weight)?;
-            return needs_input_grad
-                .then(|| depthwise::gpu::input_gradient(device, g, dy, self.weight, x.shape()))
-                .transpose();
-        }
-        if !g.is_pointwise() {
-            self.weight_gradient_cuda(device, x, dy, grads.weight)?;
-            return needs_input_grad.then(|| self.input_gradient_cuda(device, dy, x)).transpose();
-        }
-        let (k, n, rows) = (g.patch_len(), g.out_channels, x.dim(0)? * g.output_pixels());
+        let (k, n, rows) = (g.patch_len(), g.out_channels, shape[0] * g.output_pixels());
         let d = GpuMat::new(dy, rows, n);
-        let dw = GpuMat::new(grads.weight, n, k);
-        matmul(&dw, d.t(), GpuMat::new(x, rows, k), Addend::Output, Epilogue::Identity)?;
+        if let (Some(x), Some(dweight)) = (x, grads.weight) {
+            match (g.is_depthwise(), g.is_pointwise()) {
+                (true, _) => depthwise::gpu::weight_gradient(device, g, x, dy, dweight)?,
+                (false, true) => {
+                    let into = GpuMat::new(dweight, n, k);
+                    matmul(&into, d.t(), GpuMat::new(x, rows, k), Addend::Output, Epilogue::Identity)?;
+                }
+                (false, false) => self.weight_gradient_cuda(device, x, dy, dweight)?,
+            }
+        }
         if !needs_input_grad {
             return Ok(None);
         }
-        let dx = uninit(device, x.dtype(), x.shape())?;
+        if g.is_depthwise() {
+            return depthwise::gpu::input_gradient(device, g, dy, self.weight, &Shape::from(&shape))
+                .map(Some);
+        }
+        if !g.is_pointwise() {
+            return self.input_gradient_cuda(device, dy).map(Some);
+        }
+        let dx = uninit(device, dy.dtype(), &shape)?;
         let w = GpuMat::new(self.weight, n, k);
         matmul(
             &GpuMat::new(&dx, rows, k),
@@ -238,13 +243,12 @@ impl ConvKernel<'_> {
         if direct { Ok(()) } else { accumulate_gradient(device, acc, &dw_buffer, dweight, n, k, row) }
     }
 
-    /// The gradient of the input `x`. Only the shape and type of `x` are used.
-    fn input_gradient_cuda(&self, device: &CudaDevice, dy: &Tensor, x: &Tensor) -> Result<Tensor> {
-        let g = &self.geometry;
-        let (k, n, batch) = (g.patch_len(), g.out_channels, x.dim(0)?);
-        let (dtype, acc) = (x.dtype(), acc_dtype(x.dtype()));
+    fn input_gradient_cuda(&self, device: &CudaDevice, dy: &Tensor) -> Result<Tensor> {
+        let (g, shape) = (&self.geometry, self.input_shape(dy)?);
+        let (k, n, batch) = (g.patch_len(), g.out_channels, shape[0]);
+        let (dtype, acc) = (dy.dtype(), acc_dtype(dy.dtype()));
         let patches = uninit(device, acc, cuda_patch_workspace(g, batch, dtype) / acc.size_in_bytes())?;
-        let dx = uninit(device, dtype, x.shape())?;
+        let dx = uninit(device, dtype, &shape)?;
         if self.try_cudnn(device, ConvPass::InputGradient, [dy, self.weight, &dx], &patches)? {
             return Ok(dx);
         }
@@ -255,7 +259,7 @@ impl ConvKernel<'_> {
             dx
         } else {
             drop(dx);
-            Tensor::zeros(x.shape(), dtype, x.device())?
+            Tensor::zeros(&shape, dtype, dy.device())?
         };
         for block in blocking.blocks() {
             for group in 0..g.groups {

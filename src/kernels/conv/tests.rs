@@ -63,14 +63,14 @@ fn check(case: &ConvCase) {
     let sums = if dtype == DType::F64 { DType::F64 } else { DType::F32 };
     let (dw, db) = (random(weight.dims(), sums, 4), random(&[g.out_channels], sums, 5));
     let initial = (dw.copy().unwrap(), db.copy().unwrap());
-    let grads = WeightBiasGrads { weight: &dw, bias: bias.is_some().then_some(&db) };
+    let grads = WeightBiasGrads { weight: Some(&dw), bias: bias.is_some().then_some(&db) };
     let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
     let (y, dy, dx) = pool.install(|| {
         let (y, pre) = conv.forward(&x).unwrap();
         let dy = random(y.dims(), dtype, 6);
         let v = if act.saved_for_backward() == SavedForBackward::Input { pre.as_ref() } else { Some(&y) };
         let v = v.filter(|_| act != Activation::Identity);
-        let dx = conv.backward(&x, v, dy.copy().unwrap(), &grads, true).unwrap().unwrap();
+        let dx = conv.backward(Some(&x), v, dy.copy().unwrap(), &grads, true).unwrap().unwrap();
         (y, dy, dx)
     });
 

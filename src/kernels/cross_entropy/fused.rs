@@ -31,7 +31,8 @@ pub struct HopperCrossEntropy<'a> {
 pub struct CrossEntropyChunk<'a> {
     pub x: GpuMat<'a>,
     pub logits: GpuMat<'a>,
-    pub dx: GpuMat<'a>,
+    /// `None` if the input needs no gradient.
+    pub dx: Option<GpuMat<'a>>,
     pub targets: *const u32,
     pub row_ptrs: (*mut f64, *mut f64, *mut u32),
 }
@@ -103,8 +104,11 @@ impl<'a> HopperCrossEntropy<'a> {
         // SAFETY: as above, and `exp_sums` holds a value per tile and row.
         check_status("cross_entropy_finalize", unsafe { cross_entropy_finalize(&args, stream) })?;
         let scaled_x = GpuMat::new(&self.scaled_x, rows, width);
-        let into = GpuMat::new(grads.weight, padded_classes, width);
-        matmul(&into, logits.t(), scaled_x, Addend::Output, Epilogue::Identity)?;
+        if let Some(dweight) = grads.weight {
+            let into = GpuMat::new(dweight, padded_classes, width);
+            matmul(&into, logits.t(), scaled_x, Addend::Output, Epilogue::Identity)?;
+        }
+        let Some(dx) = dx else { return Ok(()) };
         matmul(
             &dx,
             logits,
@@ -205,9 +209,9 @@ mod tests {
     fn forward_backward(weight: &Tensor, x: &Tensor, targets: &Tensor) -> (MetricSums, Tensor, Tensor) {
         let grad = Tensor::zeros((CLASSES + 40, x.dims()[1]), DType::F32, &test_device()).unwrap();
         let grad = grad.narrow(0, 0, CLASSES).unwrap();
-        let grads = WeightBiasGrads { weight: &grad, bias: None };
-        let (metrics, dx) = head(weight).forward_backward(x, targets, SCALE, &grads).unwrap();
-        (metrics.read().unwrap(), dx, grad)
+        let grads = WeightBiasGrads { weight: Some(&grad), bias: None };
+        let (metrics, dx) = head(weight).forward_backward(x, targets, SCALE, &grads, true).unwrap();
+        (metrics.read().unwrap(), dx.unwrap(), grad)
     }
 
     #[test]
@@ -287,12 +291,12 @@ mod tests {
             let chunk = CrossEntropyChunk {
                 x: part(&x),
                 logits: GpuMat { rows, cols: columns, ..GpuMat::new(&logits, ROWS, stride) },
-                dx: part(&into),
+                dx: Some(part(&into)),
                 targets: pointer(&given).unwrap().cast::<u32>().wrapping_add(first),
                 row_ptrs: row_metrics.row_ptrs(first).unwrap(),
             };
             fused
-                .forward_backward(gpu, chunk, SCALE, &WeightBiasGrads { weight: &sums, bias: None })
+                .forward_backward(gpu, chunk, SCALE, &WeightBiasGrads { weight: Some(&sums), bias: None })
                 .unwrap();
         }
         let total = row_metrics.reduce(gpu).unwrap().read().unwrap();

@@ -25,9 +25,10 @@ impl LinearCrossEntropy<'_> {
         targets: &Tensor,
         scale: f64,
         grads: &WeightBiasGrads,
-    ) -> Result<(PendingMetricSums, Tensor)> {
-        let dx = uninit(device, x.dtype(), x.shape())?;
-        let metrics = self.run_chunks_cuda(device, x, targets, Some((scale, grads, &dx)))?;
+        needs_input_grad: bool,
+    ) -> Result<(PendingMetricSums, Option<Tensor>)> {
+        let dx = needs_input_grad.then(|| uninit(device, x.dtype(), x.shape())).transpose()?;
+        let metrics = self.run_chunks_cuda(device, x, targets, Some((scale, grads, dx.as_ref())))?;
         Ok((metrics, dx))
     }
 
@@ -45,7 +46,7 @@ impl LinearCrossEntropy<'_> {
         device: &CudaDevice,
         x: &Tensor,
         targets: &Tensor,
-        backward: Option<(f64, &WeightBiasGrads, &Tensor)>,
+        backward: Option<(f64, &WeightBiasGrads, Option<&Tensor>)>,
     ) -> Result<PendingMetricSums> {
         let (classes, width) = self.weight.dims2()?;
         let rows = x.elem_count() / width;
@@ -77,7 +78,7 @@ impl LinearCrossEntropy<'_> {
             if let (Some(fused), Some((scale, grads, dx))) = (&fused, backward) {
                 fused.forward_backward(
                     device,
-                    CrossEntropyChunk { x, logits: d, dx: part(dx), targets, row_ptrs },
+                    CrossEntropyChunk { x, logits: d, dx: dx.map(part), targets, row_ptrs },
                     scale,
                     grads,
                 )?;
@@ -109,14 +110,13 @@ impl LinearCrossEntropy<'_> {
                 cross_entropy_loss_grad(&args, stream(device))
             })?;
             let Some((_, grads, dx)) = backward else { continue };
-            matmul(
-                &GpuMat::new(grads.weight, padded_classes, width),
-                d.t(),
-                x,
-                Addend::Output,
-                Epilogue::Identity,
-            )?;
-            matmul(&part(dx), d, w, Addend::Zero, Epilogue::Identity)?;
+            if let Some(dweight) = grads.weight {
+                let into = GpuMat::new(dweight, padded_classes, width);
+                matmul(&into, d.t(), x, Addend::Output, Epilogue::Identity)?;
+            }
+            if let Some(dx) = dx {
+                matmul(&part(dx), d, w, Addend::Zero, Epilogue::Identity)?;
+            }
             if let Some(bias) = grads.bias {
                 add_column_sums(device, bias, GpuMat { cols: classes, ..d })?;
             }
@@ -130,8 +130,8 @@ impl LinearCrossEntropy<'_> {
     fn padded_classes(&self, classes: usize, width: usize, grads: Option<&WeightBiasGrads>) -> Result<usize> {
         let padded = classes.next_multiple_of(8);
         let mut available = capacity(self.weight)?;
-        if let Some(grads) = grads {
-            available = available.min(capacity(grads.weight)?);
+        if let Some(dweight) = grads.and_then(|grads| grads.weight) {
+            available = available.min(capacity(dweight)?);
         }
         Ok(if padded * width <= available { padded } else { classes })
     }

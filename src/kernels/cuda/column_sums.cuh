@@ -41,6 +41,7 @@ template <class R>
 __global__ void __launch_bounds__(ADD_COLUMNS *ADD_SPLITS)
     add_partial_sums(const R *partial, GradTargets<R> into, int parts, int64_t columns) {
     __shared__ R sums[ADD_SPLITS][ADD_COLUMNS + 1];
+    if (!into.gradients[blockIdx.y]) return; // of a frozen parameter
     int64_t column = int64_t(blockIdx.x) * ADD_COLUMNS + threadIdx.x;
     R sum = 0;
     if (column < columns) {

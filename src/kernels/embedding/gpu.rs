@@ -46,25 +46,26 @@ impl EmbeddingKernel<'_> {
         let ((batch, length), (vocab, n)) = (ids.dims2()?, self.tokens.dims2()?);
         let (rows, dtype, d, stream) =
             (batch * length, dtype_code(dy.dtype())?, pointer(dy)?, stream(device));
-        let sort_buffer = scratch(device, cuda_sort_bytes(rows, vocab) as usize)?;
-        let boundaries = scratch(device, cuda_boundary_bytes(dy.dtype(), rows, n) as usize)?;
-        // SAFETY: the gradients have the shapes of their tables, and the scratch buffers have the sizes that the kernel
-        // needs.
-        check_status("embedding_backward_tokens", unsafe {
-            embedding_backward_tokens(
-                dtype,
-                pointer(ids)?,
-                d,
-                pointer(grads.tokens)?,
-                pointer(&sort_buffer)?,
-                pointer(&boundaries)?,
-                rows as i64,
-                n as c_int,
-                vocab as i64,
-                stream,
-            )
-        })?;
-        drop((sort_buffer, boundaries));
+        if let Some(tokens) = grads.tokens {
+            let sort_buffer = scratch(device, cuda_sort_bytes(rows, vocab) as usize)?;
+            let boundaries = scratch(device, cuda_boundary_bytes(dy.dtype(), rows, n) as usize)?;
+            // SAFETY: the gradients have the shapes of their tables, and the scratch buffers have the sizes that the
+            // kernel needs.
+            check_status("embedding_backward_tokens", unsafe {
+                embedding_backward_tokens(
+                    dtype,
+                    pointer(ids)?,
+                    d,
+                    pointer(tokens)?,
+                    pointer(&sort_buffer)?,
+                    pointer(&boundaries)?,
+                    rows as i64,
+                    n as c_int,
+                    vocab as i64,
+                    stream,
+                )
+            })?;
+        }
         if let Some(positions) = grads.positions {
             let (samples, length, n) = (batch as c_int, length as c_int, n as c_int);
             // SAFETY: as above.

@@ -66,7 +66,7 @@ impl LinearKernel<'_> {
     pub(super) fn backward_cuda(
         &self,
         device: &CudaDevice,
-        x: &Tensor,
+        x: Option<&Tensor>,
         v: Option<&Tensor>,
         dy: Tensor,
         grads: &WeightBiasGrads,
@@ -74,7 +74,9 @@ impl LinearKernel<'_> {
     ) -> Result<Option<Tensor>> {
         let (dx, _) =
             self.backward_input_cuda(device, v, &dy, grads.bias, (needs_input_grad, None), (false, None))?;
-        self.backward_weight_cuda(x, &dy, grads.weight)?;
+        if let (Some(x), Some(dweight)) = (x, grads.weight) {
+            self.backward_weight_cuda(x, &dy, dweight)?;
+        }
         Ok(dx)
     }
 
@@ -93,11 +95,7 @@ impl LinearKernel<'_> {
         if !needs_input_grad {
             return Ok((None, false));
         }
-        let mut shape = dy.dims().to_vec();
-        if let Some(last) = shape.last_mut() {
-            *last = k;
-        }
-        let (dx, w) = (uninit(device, dy.dtype(), shape)?, self.weight_matrix_cuda()?.t());
+        let (dx, w) = (uninit(device, dy.dtype(), self.input_shape(dy)?)?, self.weight_matrix_cuda()?.t());
         if let (Some(act_backward), None) =
             (act_backward.filter(|before| before.act == Activation::GeluTanh), residual_grad)
             && hopper::supports(dy, w, rows, act_backward.v)?

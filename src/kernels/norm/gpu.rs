@@ -76,7 +76,7 @@ impl NormKernel<'_> {
                 pointer_or_null(dx.as_ref())?,
                 pointer_or_null(residual_grad)?,
                 pointer(&partial)?,
-                pointer(grads.weight)?,
+                pointer_or_null(grads.weight)?,
                 pointer_or_null(grads.bias)?,
                 pointer_or_null(dx_column_sums)?,
                 rows as i64,

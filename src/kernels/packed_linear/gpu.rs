@@ -3,7 +3,7 @@
 use candle_core::cuda_backend::CudaDevice;
 use candle_core::{Result, Tensor};
 
-use super::{Projection, with_column_offsets};
+use super::{Projection, ProjectionGrads, input_shape, with_column_offsets};
 use crate::kernels::cuda::column_sums::add_column_sums;
 use crate::kernels::cuda::cublaslt::{Addend, Epilogue, GpuMat, matmul};
 use crate::kernels::cuda::uninit;
@@ -34,20 +34,23 @@ pub(super) fn forward(device: &CudaDevice, x: &Tensor, projections: &[Projection
 
 pub(super) fn backward(
     device: &CudaDevice,
-    x: &Tensor,
+    x: Option<&Tensor>,
     projections: &[Projection],
     dy: &Tensor,
-    grads: &[Projection],
+    grads: &[ProjectionGrads],
     needs_input_grad: bool,
 ) -> Result<Option<Tensor>> {
-    let ((projections, n), k) = (with_column_offsets(projections)?, x.dim(x.rank() - 1)?);
-    let rows = x.elem_count() / k;
-    let dx = if needs_input_grad { Some(uninit(device, x.dtype(), x.shape())?) } else { None };
+    let shape = input_shape(projections, dy)?;
+    let ((projections, n), k) = (with_column_offsets(projections)?, shape.last().copied().unwrap_or(1));
+    let rows = dy.elem_count() / n;
+    let dx = if needs_input_grad { Some(uninit(device, dy.dtype(), shape)?) } else { None };
     for (i, ((first, projection), grad)) in projections.iter().zip(grads).enumerate() {
         let outputs = projection.weight.dim(0)?;
         let d = projection_columns(dy, rows, *first, outputs, n);
-        let into = GpuMat::new(grad.weight, outputs, k);
-        matmul(&into, d.t(), GpuMat::new(x, rows, k), Addend::Output, Epilogue::Identity)?;
+        if let (Some(x), Some(dweight)) = (x, grad.weight) {
+            let into = GpuMat::new(dweight, outputs, k);
+            matmul(&into, d.t(), GpuMat::new(x, rows, k), Addend::Output, Epilogue::Identity)?;
+        }
         if let Some(bias) = grad.bias {
             add_column_sums(device, bias, d)?;
         }

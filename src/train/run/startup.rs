@@ -212,6 +212,7 @@ fn started_event(setup: &Setup, folder: &RunDir) -> Event {
         device: setup.target_machine(0, 0).device,
         threads: setup.threads,
         parameters: setup.num_parameters(),
+        trained_parameters: Some(setup.num_trained()),
         train_samples: setup.datasets.train.len(),
         valid_samples: setup.datasets.valid.len(),
         total_steps: setup.total_steps,

@@ -3,6 +3,7 @@
 use std::collections::BTreeSet;
 use std::fs;
 use std::io::{BufReader, Read};
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -13,7 +14,7 @@ use crate::base::regular_file;
 use crate::data::digest::Digest;
 use crate::kernels::host;
 use crate::param_store::ParamStore;
-use crate::params::FlatLayout;
+use crate::params::TensorSpec;
 use crate::train::Failure;
 use crate::train::run::Observer;
 
@@ -173,7 +174,8 @@ impl Observer for ComparisonObserver {
             (at(&log.losses), at(&log.factors))
         };
         let path = self.reference.file("gradients", step);
-        let sums = sums_by_param(&store.layout.params, &store.grads, &path, factor, reference_factor)?;
+        let trained = store.layout.params.trained();
+        let sums = sums_by_param(trained, &store.grads, &path, factor, reference_factor)?;
         let noise_floor = self.noise * overall_rms(&sums);
         let has_gradient = |name: &str| sums.iter().any(|(n, sums)| *n == name && sums.rms() > noise_floor);
         let counts = |name: &str| !self.other_kernels || has_gradient(name);
@@ -197,9 +199,11 @@ impl Observer for ComparisonObserver {
             lock(&self.differences).digest = digest.to_string();
             return Ok(());
         }
-        let of = |flat, values, what| sums_by_param(flat, values, &self.reference.file(what, step), 1.0, 1.0);
-        let weights = of(&store.layout.params, &store.master_weights, "weights")?;
-        let statistics = of(&store.layout.stats, &store.stats, "statistics")?;
+        let file = |what| self.reference.file(what, step);
+        let trained = store.layout.params.trained();
+        let weights = sums_by_param(trained, &store.master_weights, &file("weights"), 1.0, 1.0)?;
+        let statistics = store.layout.stats.iter();
+        let statistics = sums_by_param(statistics, &store.stats, &file("statistics"), 1.0, 1.0)?;
         let mut differences = lock(&self.differences);
         let weights = largest_difference(&weights, |name| {
             if differences.with_gradient.contains(name) { 1.0 } else { ROUNDING_WEIGHT }
@@ -256,7 +260,7 @@ impl SquareSums {
 
 /// Compares a flat buffer with the file at `path`, parameter by parameter. Multiplies each by its factor first.
 fn sums_by_param<'a>(
-    flat: &'a FlatLayout,
+    params: impl Iterator<Item = (&'a TensorSpec, Range<usize>)>,
     values: &Tensor,
     path: &Path,
     factor: f64,
@@ -266,7 +270,7 @@ fn sums_by_param<'a>(
     let mut file = BufReader::new(regular_file::open(path).map_err(Failure::io("read", path))?);
     let mut reference = vec![0f32; CHUNK.min(values.len())];
     let mut each = Vec::new();
-    for (spec, range) in flat.iter() {
+    for (spec, range) in params {
         let mut sums = SquareSums::default();
         for values in values[range].chunks(CHUNK) {
             let reference = &mut reference[..values.len()];

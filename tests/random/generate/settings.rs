@@ -57,6 +57,7 @@ pub fn case(
     if begins_with_weights && apart.chance(0.7) {
         train.set("init_head", apart.pick(&["strict", "auto"]));
     }
+    set_freeze(&mut Draw::new(seed, "freeze"), &mut train, &job);
     let steps = train.contains_key("steps");
     job.set("train", train);
 
@@ -113,6 +114,49 @@ fn set_loss(draw: &mut Draw, train: &mut Table, job: &Table, classes: bool) {
     // Where every class of the training set is counted.
     if classes && is_table && !data.contains_key("classes") && draw.chance(0.4) {
         train.set("class_weights", "balanced");
+    }
+}
+
+/// Patterns that match some, and not all, of the parameters of every model of this kind.
+fn patterns(kind: &str) -> &'static [&'static [&'static str]] {
+    match kind {
+        "resnet" => &[&["*", "!fc"], &["conv1"], &["*.bn1"], &["layer?.0.*"]],
+        "mobilenet" => &[&["*", "!classifier"], &["features.0"], &["*.weight"]],
+        "vit" => &[&["*", "!heads"], &["conv_proj"], &["encoder.layers.*.ln_1"]],
+        "gpt" => &[&["*", "!transformer.ln_f"], &["transformer.h.0"], &["*.bias"], &["lm_head"]],
+        "llama" => &[&["*", "!model.norm"], &["model.layers.0"], &["*_proj.weight"], &["lm_head"]],
+        "bert" => &[&["*", "!classifier"], &["bert.embeddings"], &["*.bias"]],
+        // The last layer of these has a weight and a bias.
+        _ => &[&["*", "!*.bias"], &["*.bias"], &["*.weight"]],
+    }
+}
+
+/// Frozen parameters and groups of them. Drawn apart, like the loss.
+fn set_freeze(draw: &mut Draw, train: &mut Table, job: &Table) {
+    let kind = job["model"].get("kind").and_then(Value::as_str).unwrap_or_default();
+    let list = |patterns: &[&str]| match patterns {
+        [one] => Value::from(*one),
+        many => Value::Array(many.iter().map(|pattern| Value::from(*pattern)).collect()),
+    };
+    if draw.chance(0.25) {
+        train.set("freeze", list(draw.pick(patterns(kind))));
+    }
+    if draw.chance(0.2) {
+        let group = |draw: &mut Draw| {
+            let mut group = Table::new();
+            let params: Vec<&str> =
+                draw.pick(patterns(kind)).iter().filter(|text| !text.starts_with('!')).copied().collect();
+            group.set("params", list(&params));
+            if draw.chance(0.8) {
+                group.set("lr_scale", draw.pick(&[0.1, 0.5, 2.0]));
+            }
+            if draw.chance(0.5) {
+                group.set("weight_decay", draw.pick(&[0.0, 0.05]));
+            }
+            Value::Table(group)
+        };
+        let groups = (0..draw.within(1..=3)).map(|_| group(draw)).collect();
+        train.set("groups", Value::Array(groups));
     }
 }
 

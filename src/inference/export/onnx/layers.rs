@@ -145,7 +145,7 @@ impl<'a> NetworkExport<'a> {
     }
 
     fn spec(&self, id: ParamId) -> &'a TensorSpec {
-        self.layout.params.spec(id.0)
+        self.layout.params.spec(id.index)
     }
 
     fn weight(&mut self, id: ParamId, transform: Transform) -> String {

@@ -1,0 +1,123 @@
+//! Which parameters are trained, and which group they belong to: the patterns of `train.freeze` and `[[train.groups]]`.
+//!
+//! A pattern matches a parameter's name, or that of a module it is in: the name up to one of its dots. `*` matches any
+//! characters, dots too. Of several that match, the last decides.
+
+use glob::Pattern;
+
+use super::{ParamGroup, Placement};
+use crate::job::TrainConfig;
+
+/// Patterns on names, compiled.
+#[derive(Clone, Debug, Default)]
+pub struct ParamRules {
+    freeze: Vec<FreezeRule>,
+    groups: Vec<GroupRule>,
+}
+
+/// Why the rules of a job do not apply to its model.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum RulesError {
+    #[error("`{key}` has `{pattern}`, which matches no parameter; {near}")]
+    NoMatch { key: &'static str, pattern: String, near: String },
+    #[error("`train.freeze` leaves no parameter to train")]
+    AllFrozen,
+}
+
+#[derive(Clone, Debug)]
+struct FreezeRule {
+    pattern: NamePattern,
+    /// False for an exception, which is written `!pattern`.
+    freezes: bool,
+}
+
+#[derive(Clone, Debug)]
+struct GroupRule {
+    patterns: Vec<NamePattern>,
+    lr_scale: f64,
+    weight_decay: Option<f64>,
+}
+
+#[derive(Clone, Debug)]
+struct NamePattern {
+    text: String,
+    /// `None` if it is no pattern: it matches nothing. Loading a job refuses those.
+    glob: Option<Pattern>,
+}
+
+impl NamePattern {
+    fn new(text: &str) -> Self {
+        Self { text: text.to_owned(), glob: Pattern::new(text).ok() }
+    }
+
+    fn matches(&self, name: &str) -> bool {
+        let modules = name.match_indices('.').map(|(dot, _)| &name[..dot]);
+        self.glob.as_ref().is_some_and(|glob| modules.chain([name]).any(|name| glob.matches(name)))
+    }
+
+    /// An error unless it matches one of `names`.
+    fn check(&self, key: &'static str, names: &[&str]) -> Result<(), RulesError> {
+        match names.iter().any(|name| self.matches(name)) {
+            true => Ok(()),
+            false => Err(RulesError::NoMatch {
+                key,
+                pattern: self.text.clone(),
+                near: near_names(&self.text, names),
+            }),
+        }
+    }
+}
+
+impl ParamRules {
+    pub fn new(train: &TrainConfig) -> Self {
+        let freeze = train.freeze.iter().map(|text| match text.strip_prefix('!') {
+            Some(text) => FreezeRule { pattern: NamePattern::new(text), freezes: false },
+            None => FreezeRule { pattern: NamePattern::new(text), freezes: true },
+        });
+        let groups = train.groups.iter().map(|group| GroupRule {
+            patterns: group.params.iter().map(|text| NamePattern::new(text)).collect(),
+            lr_scale: group.lr_scale,
+            weight_decay: group.weight_decay,
+        });
+        Self { freeze: freeze.collect(), groups: groups.collect() }
+    }
+
+    /// Where a parameter with these names belongs.
+    pub(super) fn place(&self, names: &[&str]) -> Placement {
+        let matches = |pattern: &NamePattern| names.iter().any(|name| pattern.matches(name));
+        let frozen = self.freeze.iter().rfind(|rule| matches(&rule.pattern)).is_some_and(|rule| rule.freezes);
+        let group = self.groups.iter().rposition(|group| group.patterns.iter().any(matches));
+        Placement { trained: !frozen, group: group.map_or(0, |index| index + 1) }
+    }
+
+    /// The group of a placement, which starts at this offset and is still empty.
+    pub(super) fn new_group(&self, number: usize, start: usize) -> ParamGroup {
+        let rule = number.checked_sub(1).and_then(|index| self.groups.get(index));
+        ParamGroup {
+            range: start..start,
+            decayed_len: 0,
+            lr_scale: rule.map_or(1.0, |rule| rule.lr_scale),
+            weight_decay: rule.and_then(|rule| rule.weight_decay),
+        }
+    }
+
+    /// Checks that every pattern matches one of `names`.
+    pub(super) fn check(&self, names: &[&str]) -> Result<(), RulesError> {
+        self.freeze.iter().try_for_each(|rule| rule.pattern.check("train.freeze", names))?;
+        let patterns = self.groups.iter().flat_map(|group| &group.patterns);
+        patterns.into_iter().try_for_each(|pattern| pattern.check("train.groups", names))
+    }
+}
+
+/// The names most similar to a pattern, for a message.
+fn near_names(pattern: &str, names: &[&str]) -> String {
+    const SHOWN: usize = 4;
+    let mut names: Vec<(f64, &str)> =
+        names.iter().map(|name| (strsim::jaro_winkler(pattern, name), *name)).collect();
+    names.sort_by(|a, b| b.0.total_cmp(&a.0).then(a.1.cmp(b.1)));
+    let shown: Vec<String> = names.iter().take(SHOWN).map(|(_, name)| format!("`{name}`")).collect();
+    match names.len() > SHOWN {
+        true => format!("parameters are {} and {} others", shown.join(", "), names.len() - SHOWN),
+        false => format!("parameters are {}", shown.join(", ")),
+    }
+}
