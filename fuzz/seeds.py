@@ -92,7 +92,8 @@ SEEDS = {
     "job": lambda: [path.read_bytes() + b"\ntrain.batch_size=3" for path in (ROOT.parent / "configs").glob("*.toml")],
     "csv": lambda: [b"a,b,y\n" + b"1,x,0\n2.5,\"q,\"\"r\",1\n" * 5, b"a\ty\r\n1\t2\r\n\r\n3\tNA\r\n" * 3],
     # fuzz/main.rs writes more of them.
-    "parquet": lambda: [path.read_bytes() for path in DATA.rglob("*.parquet") if path.stat().st_size < 100_000],
+    "parquet": lambda: [path.read_bytes() for path in DATA.rglob("*.parquet") if path.stat().st_size < 100_000]
+    + [path.read_bytes() for path in (ROOT.parent / "tests" / "data").glob("*.feather")],
     "idx": lambda: [idx(), idx(2, 5)],
     "tar": lambda: [tar(), zlib.compress(tar(), wbits=31)],
     "images": lambda: [png(), png(9)] + [path.read_bytes() for path in sorted(DATA.rglob("*.[jJ][pP][gG]"))[:20]],

@@ -264,6 +264,52 @@ def parquet_tables():
     CASES.append({"file": "partitioned", "keys": {**keys, "on_missing": "zero"}, "inputs": inputs, "left_out": []})
 
 
+def feather_tables():
+    """What pandas, pyarrow and polars write as Feather: compressions, types, dictionaries, several batches."""
+    table = frame()
+    table["flag"] = table["count"] % 3 == 0
+    table["name"] = table["name"].astype("category")
+    table.loc[4, "price"] = np.nan
+    keys = {"kind": "parquet", "on_missing": "zero"}
+    for compression in ["lz4", "zstd", "uncompressed"]:
+        name = f"{compression}.feather"
+        table.to_feather(OUT / name, compression=compression)
+        case(name, pd.read_feather(OUT / name).astype({"name": object}).fillna({"price": 0.0}), keys)
+    views = pa.table(
+        {
+            "decimal": pa.array([Decimal(f"{x:.4f}") * (-1) ** i for i, x in enumerate(frame()["price"])], pa.decimal128(20, 4)),
+            "half": pa.array(np.array(table["rate"], dtype=np.float16)),
+            "single": pa.array([None if i == 7 else x for i, x in enumerate(table["rate"])], pa.float32()),
+            "byte": pa.array([i - 30 for i in range(ROWS)], pa.int8()),
+            "large": pa.array([2**40 + i for i in range(ROWS)], pa.uint64()),
+            "day": pa.array(table["when"].dt.date, pa.date32()),
+            "when": pa.array(table["when"], pa.timestamp("ns", tz="UTC")),
+            "clock": pa.array(table["when"].dt.time, pa.time32("s")),
+            "name": pa.array([f"{x}, a name of more than twelve bytes" for x in frame()["name"]], pa.string_view()),
+            "short": pa.array([["a", "b\"c", None][i % 3] for i in range(ROWS)], pa.string_view()),
+            "long": pa.array(frame()["name"].astype(str), pa.large_string()),
+            "y": pa.array(table["y"]),
+        }
+    )
+    options = pa.ipc.IpcWriteOptions(compression="zstd")
+    with pa.ipc.new_file(OUT / "views.arrow", views.schema, options=options) as out:
+        out.write_table(views, max_chunksize=25)
+    back = pa.ipc.open_file(OUT / "views.arrow").read_all()
+    found = pd.DataFrame(index=range(ROWS))
+    for name in ["decimal", "half", "single", "byte", "large"]:
+        found[name] = [0.0 if x is None else float(x) for x in back[name].to_pylist()]
+    for name, hours in [("day", False), ("when", True)]:
+        when = pd.Series(pd.to_datetime(back[name].to_pylist()))
+        for part, values in parts(when, hours).items():
+            found[f"{name}.{part}"] = values
+    found["clock.hour"] = [t.hour + t.minute / 60 + t.second / 3600 for t in back["clock"].to_pylist()]
+    for name in ["name", "short", "long"]:
+        found[name] = pd.Series(back[name].to_pylist(), dtype=object)
+    inputs = numbers(found)
+    inputs["short is missing"] = [float(x is None) for x in found["short"]]
+    CASES.append({"file": "views.arrow", "keys": keys, "inputs": inputs, "left_out": []})
+
+
 def images():
     """Small images in the formats that Pillow writes, and their pixels."""
     folder = OUT / "images"
@@ -295,6 +341,20 @@ def images():
         back = Image.open(folder / name).convert("RGB")
         expected.append({"file": name, "size": [back.height, back.width], "rgb": list(back.tobytes())})
     (folder / "images.json").write_text(json.dumps(expected, separators=(",", ":")) + "\n")
+    smooth = Image.fromarray(np.array([[[20 * x, 9 * y + 40, 200 - 8 * (x + y)] for x in range(11)] for y in range(13)], dtype=np.uint8))
+    written = {
+        "full.avif": (first, {"subsampling": "4:4:4", "quality": 90}),
+        "halved.avif": (smooth, {"subsampling": "4:2:0", "quality": 90}),
+        "limited.avif": (smooth, {"subsampling": "4:2:2", "quality": 90, "range": "limited"}),
+        "gray.avif": (gray, {"subsampling": "4:0:0", "quality": 90}),
+        "alpha.avif": (smooth.convert("RGBA"), {"subsampling": "4:4:4", "quality": 90}),
+    }
+    expected = []
+    for name, (image, options) in written.items():
+        image.save(folder / name, **options)
+        back = Image.open(folder / name).convert("RGB")
+        expected.append({"file": name, "size": [back.height, back.width], "rgb": list(back.tobytes())})
+    (folder / "avif.json").write_text(json.dumps(expected, separators=(",", ":")) + "\n")
 
 
 def main():
@@ -303,6 +363,7 @@ def main():
     compressed_tables()
     json_tables()
     parquet_tables()
+    feather_tables()
     images()
     (OUT / "tables.json").write_text(json.dumps(CASES, ensure_ascii=False, separators=(",", ":")) + "\n")
 

@@ -4,7 +4,9 @@ use std::fs;
 use std::sync::Arc;
 
 use trainer::data::images::{ImageDataset, ImageFiles, ImageOptions, LabelColumns};
-use trainer::data::transforms::{Augmentation, Normalise, Pipeline, RandomResizedCrop, ResizeMode};
+use trainer::data::transforms::{
+    Augmentation, Normalise, Pipeline, RandAugment, RandomAffine, RandomBlur, RandomResizedCrop, ResizeMode,
+};
 use trainer::data::{BatchRow, Dataset, DatasetContext, SampleKey, SliceMut, cache::Cache};
 use trainer::memory::measure;
 
@@ -39,7 +41,14 @@ fn decoding_takes_no_more_than_is_counted() {
             DatasetContext { cache: Cache::at(folder.path().join("cache")), ..DatasetContext::default() };
         let set = Arc::new(ImageFiles::open(&[root], options, None, &opening).unwrap());
         let resized_crop = Some(RandomResizedCrop { scale: [0.5, 1.0], ratio: [0.75, 1.33] });
-        let augment = Augmentation { resized_crop, horizontal_flip: 0.5, ..Augmentation::default() };
+        let augment = Augmentation {
+            resized_crop,
+            horizontal_flip: 0.5,
+            affine: RandomAffine { rotation: 30.0, ..RandomAffine::default() },
+            randaugment: Some(RandAugment { operations: 2, magnitude: 9 }),
+            blur: Some(RandomBlur { probability: 1.0, kernel: 9, sigma: [0.1, 2.0] }),
+            ..Augmentation::default()
+        };
         let pipeline = Pipeline::new([224, 224, 3], ResizeMode::Stretch, Normalise::default()).unwrap();
         let set = ImageDataset::new(set, pipeline.augmented(augment).unwrap());
         let (mut values, mut class) = (vec![0.0; 224 * 224 * 3], [0]);

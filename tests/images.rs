@@ -52,16 +52,124 @@ fn folders_and_archives_are_learned_augmented_and_mixed() {
     fs::write(root.join("a.tar"), tar(&images)).unwrap();
     fs::write(root.join("a.tar.gz"), gzip(&tar(&images))).unwrap();
 
-    let plain = AUGMENTED.split("mixup").next().unwrap();
-    for (train, more) in [("set", AUGMENTED), ("a.tar", AUGMENTED), ("a.tar.gz", plain)] {
-        let (code, last, error) = fit(root, &job(train, more));
+    for train in ["set", "a.tar", "a.tar.gz"] {
+        let (code, last, error) = fit(root, &job(train, AUGMENTED));
         assert_eq!(code, 0, "{train}: {error}");
         let accuracy = last["metrics"]["valid.accuracy"].as_f64();
         assert!(accuracy.is_some_and(|a| a > 0.8), "{train}: {last}");
     }
-    let (code, last, _) = fit(root, &job("a.tar.gz", AUGMENTED));
-    assert_eq!((code, last["error"]["exit_code"].as_i64()), (2, Some(2)), "{last}");
-    assert!(last.to_string().contains("compressed archives are read sequentially"), "{last}");
+}
+
+/// The values of every augmentation, and the partners of mixup among sequentially read archives, do not depend on
+/// workers, micro-batches, retries and resumes.
+#[test]
+fn augmentations_do_not_depend_on_how_a_job_runs() {
+    let folder = tempfile::tempdir().unwrap();
+    let root = folder.path();
+    let images = image_files();
+    for (i, part) in images.chunks(10).enumerate() {
+        fs::write(root.join(format!("{i}.tar.gz")), gzip(&tar(part))).unwrap();
+    }
+    let every = "[data.augment]\nrotation = 20\ntranslate = 0.1\nscale = [0.8, 1.2]\nshear = 10\nrandaugment = 2\n\
+        randaugment_magnitude = 12\nblur = 0.5\nblur_kernel = 5\nblur_sigma = [0.1, 1.5]\nmixup = 0.4\ncutmix = 1.0\n";
+    // A window has a few of the archives.
+    let loader = "shuffle_buffer = '3KiB'\n";
+    let job = job("*.tar.gz", &format!("{loader}{every}")) + "[log]\nevery_steps = 1\ntensorboard = false\n";
+    fs::write(root.join("job.toml"), &job).unwrap();
+    let run = |name: &str, more: &[&str], faults: &[(&str, &str)]| {
+        let args = [&["fit", "job.toml", "-q", "--run-dir", name], more].concat();
+        let mut command = harness::command(root, &args);
+        harness::finish(command.envs(faults.iter().copied())).expect(0);
+        harness::losses(&harness::events(&root.join(name)))
+    };
+    let whole = run("whole", &["--set", "data.workers=1"], &[]);
+    assert_eq!(run("workers", &["--set", "data.workers=3"], &[]), whole);
+    assert_eq!(run("killed", &[], &[("TRAINER_FAULT_CRASH", "kill:7")]), whole);
+    let retried = run("retried", &[], &[("TRAINER_FAULT_OOM", "40")]);
+    assert_eq!(retried.len(), whole.len());
+    for (a, b) in retried.iter().zip(&whole) {
+        assert!((a - b).abs() <= 1e-4 * b.abs(), "{a} {b}");
+    }
+    let other_buffer = run("buffer", &["--set", "data.shuffle_buffer=\"40KiB\""], &[]);
+    assert_ne!(other_buffer, whole);
+}
+
+/// Predictions averaged over an image and its mirror image are the mean of the predictions of both files; views drawn
+/// from the job's augmentations are the same every time, whatever the batch size.
+#[test]
+fn test_time_augmentation_averages_probabilities() {
+    let folder = tempfile::tempdir().unwrap();
+    let root = folder.path();
+    // A bright half on the side of the class.
+    let pixels = |i: usize, mirrored: bool| -> Vec<u8> {
+        let value = |y: usize, x: usize| {
+            let x = if mirrored { 11 - x } else { x };
+            if (x < 6) == i.is_multiple_of(2) {
+                120 + 9 * y as u8 + (i * 7 % 25) as u8
+            } else {
+                (x * 5 + i % 30) as u8
+            }
+        };
+        (0..10).flat_map(|y| (0..12).flat_map(move |x| [value(y, x); 3])).collect()
+    };
+    let png = |i, mirrored| {
+        fixtures::png([10, 12], png::ColorType::Rgb, png::BitDepth::Eight, &pixels(i, mirrored))
+    };
+    let name = |i: usize| format!("{}/{i:02}.png", ["left", "right"][i % 2]);
+    for (set, mirrored) in [("set", false), ("mirrored", true)] {
+        let files: Vec<_> = (0..40).map(|i| (name(i), png(i, mirrored))).collect();
+        write_files(&root.join(set), &files);
+    }
+    let augment = "[data.augment]\nrotation = 15\ntranslate = 0.2\n";
+    fs::write(root.join("job.toml"), job("set", augment).replace("epochs = 8", "epochs = 2")).unwrap();
+    harness::trainer(root, &["fit", "job.toml", "-q", "--run-dir", "run"]).expect(0);
+    let predict = |set: &str, more: &[&str]| -> Vec<Vec<f64>> {
+        let args = [&["predict", "run", set, "-q", "--probabilities"], more].concat();
+        let text = harness::trainer(root, &args).expect(0).stdout;
+        let numbers = |line: &str| line.split(',').skip(3).take(2).map(|p| p.parse().unwrap()).collect();
+        text.lines().skip(1).map(numbers).collect()
+    };
+    let (plain, mirrored, both) =
+        (predict("set", &[]), predict("mirrored", &[]), predict("set", &["--tta", "flip"]));
+    assert_eq!((plain.len(), both.len()), (40, 40));
+    for ((a, b), mean) in plain.iter().zip(&mirrored).zip(&both) {
+        for class in 0..2 {
+            assert!(((a[class] + b[class]) / 2.0 - mean[class]).abs() < 1e-5, "{a:?} {b:?} {mean:?}");
+        }
+    }
+    let views = predict("set", &["--tta", "5"]);
+    assert_eq!(predict("set", &["--tta", "5", "--batch-size", "7"]).len(), 40);
+    for (a, b) in predict("set", &["--tta", "5", "--batch-size", "3"]).iter().zip(&views) {
+        assert!((a[0] - b[0]).abs() < 1e-5, "{a:?} {b:?}");
+    }
+    assert!(views != plain && views != both);
+
+    let eval = |more: &[&str]| harness::trainer(root, &[&["eval", "run", "--json", "-q"], more].concat());
+    let (without, with) = (eval(&[]).expect(0).json(), eval(&["--tta", "flip"]).expect(0).json());
+    assert_eq!((&without["samples"], &with["samples"]), (&Value::from(8), &Value::from(8)));
+    assert_ne!(without["metrics"]["log_loss"], with["metrics"]["log_loss"]);
+    let packed = root.join("labelled.tar.gz");
+    let files: Vec<_> = (0..40).map(|i| (name(i), png(i, false))).collect();
+    fs::write(&packed, gzip(&tar(&files))).unwrap();
+    let by_data =
+        |data: &str| eval(&["--tta", "5", "--data", data]).expect(0).json()["metrics"]["accuracy"].clone();
+    assert_eq!(by_data("labelled.tar.gz"), by_data("set"));
+
+    // One bad image is one row with an error, whatever the number of views.
+    fs::write(root.join("set/left/zz.png"), b"no image").unwrap();
+    let args = ["predict", "run", "set", "-q", "--tta", "3", "--set", "data.on_bad_record=skip"];
+    let text = harness::trainer(root, &args).expect(4).stdout;
+    assert_eq!((text.lines().count(), text.matches("it is not a JPEG").count()), (42, 1), "{text}");
+
+    for value in ["1", "0", "mirror"] {
+        let refused = harness::trainer(root, &["predict", "run", "set", "--tta", value]).expect(2).stderr;
+        assert!(refused.contains("expected `flip` or a number of views"), "{refused}");
+    }
+    fs::write(root.join("job.toml"), job("mirrored", "").replace("epochs = 8", "epochs = 1")).unwrap();
+    harness::trainer(root, &["fit", "job.toml", "-q", "--run-dir", "plain"]).expect(0);
+    let refused = harness::trainer(root, &["eval", "plain", "--tta", "4"]).expect(2).stderr;
+    assert!(refused.contains("its `[data.augment]` has none") && refused.contains("--tta flip"), "{refused}");
+    harness::trainer(root, &["eval", "plain", "--tta", "flip"]).expect(0);
 }
 
 #[test]
@@ -73,6 +181,15 @@ fn errors_in_images_and_jobs_are_reported() {
     let (code, last, _) = fit(root, &job("set", ""));
     assert_eq!(code, 4, "{last}");
     assert!(last.to_string().contains("set/red/broken.jpg`: it is not a JPEG, PNG, WebP"), "{last}");
+    fs::write(root.join("set/red/broken.jpg"), b"\0\0\0\x20ftypavif\0\0\0\0avifmif1miafMA1B").unwrap();
+    fs::rename(root.join("set/red/broken.jpg"), root.join("set/red/new.avif")).unwrap();
+    let (code, last, _) = fit(root, &job("set", ""));
+    assert_eq!(code, 4, "{last}");
+    assert!(
+        last.to_string()
+            .contains("new.avif`: it is of the format AVIF, which needs a build with `--features avif`"),
+        "{last}"
+    );
     let (code, last, error) = fit(root, &job("set", "on_bad_record = 'skip'"));
     assert_eq!(code, 0, "{last} {error}");
 
@@ -86,6 +203,12 @@ fn errors_in_images_and_jobs_are_reported() {
     );
     let (_, last, _) = fit(root, &job("set", "[data.augment]\nrandom_resized_crop = [1.0, 0.5]\n"));
     assert!(last.to_string().contains("must be [low, high], not [1, 0.5]"), "{last}");
+    let wrong = "[data.augment]\nscale = [1.2, 0.8]\nblur_kernel = 4\n";
+    let text = fit(root, &job("set", wrong)).1.to_string();
+    assert!(
+        text.contains("`data.augment.scale` must be [low, high]") && text.contains("must be odd, not 4"),
+        "{text}"
+    );
     let (_, last, _) = fit(root, &job("set", "mean = [0.1, 0.2]"));
     assert!(last.to_string().contains("one per channel"), "{last}");
 

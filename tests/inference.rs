@@ -166,6 +166,8 @@ fn what_is_no_model_is_refused_with_its_exit_code() {
     assert!(text.contains("it has no step 3"), "{text}");
     fs::write(at.join("empty.csv"), "").unwrap();
     trainer(at, &["predict", "run", "empty.csv"]).expect(4);
+    let views = trainer(at, &["eval", "run", "--tta", "flip"]).expect(2).stderr;
+    assert!(views.contains("the data of this run are no images"), "{views}");
     trainer(at, &["predict", "run", "new.xyz", "-o", "out.xyz"]).expect(2);
     let weights = at.join("run/checkpoints/last/ema.safetensors");
     let bytes = fs::read(&weights).unwrap();

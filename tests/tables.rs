@@ -5,7 +5,7 @@ use std::path::Path;
 
 use tempfile::TempDir;
 
-use crate::harness::{Finished, gzip, job_folder, last, losses, trainer};
+use crate::harness::{Finished, gzip, job_folder, last, losses, root, trainer};
 
 const JOB: &str = "\
 [model]
@@ -84,7 +84,43 @@ fn a_file_of_another_format_is_reported_as_such() {
     let job = JOB.replace("\"csv\"", "\"parquet\"").replace("shuffle = false\n", "");
     fs::write(folder.path().join("job.toml"), job).unwrap();
     let text = fit(folder.path(), &["run"]).expect(4).text();
-    assert!(text.contains("is not a Parquet file: it starts with `x,co`"), "{text}");
+    assert!(text.contains("is not a Parquet or an Arrow file: it starts with `x,co`"), "{text}");
+}
+
+/// Feather files train alike whatever their compression, are predicted with their columns, and are named where another
+/// kind is asked to read them.
+#[test]
+fn feather_files_are_read_by_kind_parquet() {
+    let folder = job_folder(
+        "[model]\nkind = 'mlp'\nhidden = [8]\n[data]\nkind = 'parquet'\ntrain = ['a.feather']\ntarget = 'y'\n\
+         on_missing = 'mean'\ntask = 'values'\n[train]\nepochs = 2\nbatch_size = 16\n[log]\nevery_steps = 1\n",
+    );
+    let data = root().join("tests/data");
+    let fitted = |name: &str| {
+        fs::copy(data.join(name), folder.path().join("a.feather")).unwrap();
+        losses(&fit(folder.path(), &[name]).expect(0).json_lines())
+    };
+    let packed = fitted("lz4.feather");
+    assert!(packed.iter().all(|loss| loss.is_finite()) && packed.len() == 8, "{packed:?}");
+    assert_eq!((fitted("zstd.feather"), fitted("uncompressed.feather")), (packed.clone(), packed));
+    let predicted =
+        trainer(folder.path(), &["predict", "lz4.feather", "a.feather", "--with-inputs", "-q"]).expect(0);
+    let lines: Vec<&str> = predicted.stdout.lines().collect();
+    assert_eq!(lines.len(), 61);
+    assert!(lines[0].starts_with("price,count,rate,when,name,y,flag,prediction"), "{}", lines[0]);
+    assert!(lines[1].contains(",2021-01-28 22:15:30,"), "{}", lines[1]);
+
+    let kind = |kind: &str| {
+        let set = format!("data.kind={kind}");
+        trainer(folder.path(), &["check", "job.toml", "--set", &set])
+    };
+    let text = kind("feather").expect(2).stderr;
+    assert!(text.contains("`parquet` is the kind of such files"), "{text}");
+    let text = kind("csv").expect(4).stderr;
+    assert!(text.contains("it is a Parquet or an Arrow file, not text"), "{text}");
+    let whole = fs::read(data.join("lz4.feather")).unwrap();
+    fs::write(folder.path().join("a.feather"), &whole[..whole.len() / 2]).unwrap();
+    fit(folder.path(), &["cut"]).expect(4);
 }
 
 /// y has an arbitrary value for each of twelve names: only an embedding can learn it.

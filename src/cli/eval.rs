@@ -14,7 +14,7 @@ use crate::inference::trained_model::{CheckpointChoice, TrainedModel};
 use crate::memory::probe;
 use crate::planner::budget;
 use crate::report::{DisplayOptions, Verbosity};
-use crate::train::datasets::inference::{Samples, TrainedOn};
+use crate::train::datasets::inference::{Samples, TestTimeAugmentation, TrainedOn};
 
 /// Evaluate a trained model on its validation set or on other data
 #[derive(Clone, Debug, Args)]
@@ -22,6 +22,7 @@ use crate::train::datasets::inference::{Samples, TrainedOn};
 Examples:
   trainer eval runs/mnist/20260101-000000               its best checkpoint on the validation set
   trainer eval RUN --data test.csv --json               other data, the metrics for a program
+  trainer eval RUN --tta flip                           averaged over each image and its mirror image
   trainer eval RUN/checkpoints/step-00000500            a checkpoint by its folder")]
 pub struct EvalArgs {
     #[command(flatten)]
@@ -32,6 +33,22 @@ pub struct EvalArgs {
     /// Samples per micro-batch at most; fewer if memory is short
     #[arg(long, value_name = "N", default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..))]
     pub batch_size: u32,
+    /// Average over views of each image: `flip` for it and its mirror image, or a number of views, all but the first
+    /// drawn from the job's `[data.augment]`
+    #[arg(long, value_name = "flip|N", value_parser = parse_test_time)]
+    pub tta: Option<TestTimeAugmentation>,
+}
+
+/// Views at most: their cost is that of as many images.
+const MAX_VIEWS: u64 = 1000;
+
+/// Parses `flip` or a number of views.
+pub fn parse_test_time(text: &str) -> Result<TestTimeAugmentation, String> {
+    match text.parse() {
+        Ok(views @ 2..=MAX_VIEWS) => Ok(TestTimeAugmentation::Views(views)),
+        _ if text == "flip" => Ok(TestTimeAugmentation::Flip),
+        _ => Err(format!("expected `flip` or a number of views, 2 to {MAX_VIEWS}")),
+    }
 }
 
 /// A trained model on the command line.
@@ -98,11 +115,12 @@ impl EvalArgs {
             job: &model.job,
             preprocessing: &model.preprocessing,
             tokenizer: tokenizer.as_deref(),
+            test_time: self.tta.unwrap_or_default(),
         };
         let samples = if self.data.is_empty() { Samples::Valid } else { Samples::Labelled(&self.data) };
         let dataset = trained.open(samples, &opening(common, &model, options.ram))?;
         let display = common.display_options(io::stderr().is_terminal());
-        let bar = sample_bar(display, dataset.len(), "eval");
+        let bar = sample_bar(display, dataset.len() / dataset.views(), "eval");
         let evaluation =
             rayon::scope(|_| evaluate(&model, &dataset, &options, |done| bar.set_position(done)))?;
         bar.finish_and_clear();

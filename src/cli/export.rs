@@ -20,7 +20,7 @@ use crate::inference::export::{
 use crate::inference::session::SessionOptions;
 use crate::inference::trained_model::TrainedModel;
 use crate::train::Failure;
-use crate::train::datasets::inference::{Samples, TrainedOn};
+use crate::train::datasets::inference::{Samples, TestTimeAugmentation, TrainedOn};
 
 /// Write a trained model as the files of other tools
 #[derive(Clone, Debug, Args)]
@@ -131,8 +131,12 @@ fn validation_set(
     common: &CommonArgs,
 ) -> Result<Arc<dyn Dataset>, Failure> {
     let tokenizer = model.tokenizer();
-    let trained =
-        TrainedOn { job: &model.job, preprocessing: &model.preprocessing, tokenizer: tokenizer.as_deref() };
+    let trained = TrainedOn {
+        job: &model.job,
+        preprocessing: &model.preprocessing,
+        tokenizer: tokenizer.as_deref(),
+        test_time: TestTimeAugmentation::Off,
+    };
     trained.open(Samples::Valid, &opening(common, model, session.ram))
 }
 

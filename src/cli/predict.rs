@@ -6,13 +6,13 @@ use std::path::PathBuf;
 
 use clap::{Args, ValueEnum};
 
-use super::eval::{ModelArgs, opening, sample_bar, session_options};
+use super::eval::{ModelArgs, opening, parse_test_time, sample_bar, session_options};
 use super::{CliError, CommonArgs, Exit, start_threads};
 use crate::data::table::TableRows;
 use crate::inference::predict::{InputRows, OutputFormat, PredictOptions, PredictSummary, predict};
 use crate::inference::trained_model::TrainedModel;
 use crate::job::{OnBadRecord, SourceConfig};
-use crate::train::datasets::inference::{Samples, TrainedOn};
+use crate::train::datasets::inference::{Samples, TestTimeAugmentation, TrainedOn};
 use crate::train::datasets::tables::TableSource;
 
 /// Predict with a trained model: one row out for each row in, in the order given
@@ -44,6 +44,10 @@ pub struct PredictArgs {
     /// Samples per micro-batch at most; fewer if memory is short
     #[arg(long, value_name = "N", default_value_t = 1024, value_parser = clap::value_parser!(u32).range(1..))]
     pub batch_size: u32,
+    /// Average over views of each image: `flip` for it and its mirror image, or a number of views, all but the first
+    /// drawn from the job's `[data.augment]`
+    #[arg(long, value_name = "flip|N", value_parser = parse_test_time)]
+    pub tta: Option<TestTimeAugmentation>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -64,6 +68,7 @@ impl PredictArgs {
             job: &model.job,
             preprocessing: &model.preprocessing,
             tokenizer: tokenizer.as_deref(),
+            test_time: self.tta.unwrap_or_default(),
         };
         let (inputs, _spooled) = self.spooled_inputs(&model)?;
         let dataset = trained.open(Samples::Unlabelled(&inputs), &opening(common, &model, session.ram))?;
@@ -71,7 +76,8 @@ impl PredictArgs {
         let names = rows.as_ref().map(|rows| rows.names.clone());
         let mut next = || rows.as_mut().map_or(Ok(None), TableRows::next_row);
         let beside = names.map(|names| InputRows { names, next: &mut next });
-        let bar = sample_bar(common.display_options(io::stderr().is_terminal()), dataset.len(), "predict");
+        let rows_out = dataset.len() / dataset.views();
+        let bar = sample_bar(common.display_options(io::stderr().is_terminal()), rows_out, "predict");
         let options = PredictOptions {
             probabilities: self.probabilities,
             stop_at_bad_row: model.job.data.loader.on_bad_record == OnBadRecord::Fail,

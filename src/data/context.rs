@@ -15,6 +15,8 @@ pub struct DatasetContext {
     pub max_bytes: u64,
     /// The job's seed.
     pub seed: u64,
+    /// Whether the job shuffles its samples.
+    pub shuffle: bool,
     /// Shuffle buffer, in bytes, of a dataset that can only be read sequentially; see
     /// [`StreamingDataset`](super::streaming::StreamingDataset).
     pub shuffle_buffer: u64,
@@ -30,6 +32,7 @@ impl Default for DatasetContext {
         Self {
             max_bytes: u64::MAX,
             seed: 0,
+            shuffle: true,
             shuffle_buffer: 64 << 20,
             cache: Cache::default(),
             observer: Arc::new(NoProgress),

@@ -28,6 +28,7 @@ pub mod split;
 pub mod streaming;
 pub mod table;
 pub mod transforms;
+pub mod views;
 pub mod warnings;
 mod zip_entry;
 
@@ -63,6 +64,11 @@ pub trait Dataset: Send + Sync {
     /// dataset whose features have a pixel lookup table writes bytes, or the f32 values they map to, whichever `into`
     /// holds.
     fn read(&self, index: u64, key: SampleKey, into: &mut BatchRow<'_>) -> Result<(), DataError>;
+
+    /// Number of consecutive samples that are views of the same one, for test-time augmentation.
+    fn views(&self) -> u64 {
+        1
+    }
 
     /// Bytes of host memory the dataset keeps for its lifetime. Memory-mapped files do not count: the kernel can
     /// reclaim their pages at any time.

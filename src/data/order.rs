@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 
 use super::shuffle_windows::{ShuffleWindow, ShuffleWindows};
 use super::{DataError, Dataset};
-use crate::base::random::{RngKey, stream_id};
+use crate::base::random::{CounterRng, RngKey, stream_id};
 
 /// A keyed permutation of `0..n` in O(1) memory.
 ///
@@ -177,6 +177,15 @@ impl Order {
                 SampleIdsKind::Permuted(self.shuffle.then(|| Permutation::new(self.samples, key)), positions)
             }
         })
+    }
+
+    /// Draws a sample from those that are in memory at the same time as sample `id` of `epoch`: any of a random-access
+    /// dataset, one of the same window of a dataset that is read sequentially.
+    pub fn draw_neighbor(&self, epoch: u64, id: u64, draws: &mut CounterRng) -> u64 {
+        match &self.windows {
+            Some(windows) => windows.pick_from_window(epoch, id, |samples| draws.below(samples)),
+            None => draws.below(self.samples),
+        }
     }
 
     /// Whether the dataset is read sequentially, window by window.

@@ -47,6 +47,8 @@ struct EpochLayout {
     starts: Vec<u64>,
     /// Index in `blocks` of the first block of each window, plus the end.
     window_starts: Vec<u32>,
+    /// Index in `blocks` of each block of the dataset; that of an empty one is unspecified.
+    read_index: Vec<u32>,
 }
 
 impl EpochLayout {
@@ -95,7 +97,7 @@ impl ShuffleWindows {
     pub fn resident_bytes(&self) -> u64 {
         let bytes_per_block = size_of::<RecordBlock>()
             + size_of::<u64>()
-            + CACHED_EPOCHS * 2 * (size_of::<u32>() + size_of::<u64>());
+            + CACHED_EPOCHS * (2 * (size_of::<u32>() + size_of::<u64>()) + size_of::<u32>());
         (self.blocks.len() * bytes_per_block + self.shards.len() * size_of::<Range<u32>>()) as u64
     }
 
@@ -122,6 +124,7 @@ impl ShuffleWindows {
             blocks: Vec::with_capacity(self.blocks.len()),
             starts: vec![],
             window_starts: vec![],
+            read_index: vec![0; self.blocks.len()],
         };
         let (mut position, mut remaining_bytes) = (0, 0);
         for i in 0..self.shards.len() {
@@ -143,6 +146,7 @@ impl ShuffleWindows {
                     layout.window_starts.push(layout.blocks.len() as u32);
                 }
                 remaining_bytes = remaining_bytes.saturating_sub(block.bytes);
+                layout.read_index[at as usize] = layout.blocks.len() as u32;
                 layout.blocks.push(at);
                 layout.starts.push(position);
                 position += block.records;
@@ -181,12 +185,30 @@ impl ShuffleWindows {
             ids.extend(piece.map(|position| {
                 let inside = position - span.start;
                 let position = span.start + permutation.map_or(inside, |p| p.at(inside));
-                let among = &layout.starts[blocks.clone()];
-                let at = blocks.start + among.partition_point(|start| *start <= position) - 1;
-                self.first_samples[layout.blocks[at] as usize] + (position - layout.starts[at])
+                self.id_before_shuffling(&layout, blocks.clone(), position)
             }));
         }
         ids
+    }
+
+    /// Id of the sample at `position` of an epoch whose windows are not shuffled; `blocks` has its block.
+    fn id_before_shuffling(&self, layout: &EpochLayout, blocks: Range<usize>, position: u64) -> u64 {
+        let among = &layout.starts[blocks.clone()];
+        let at = blocks.start + among.partition_point(|start| *start <= position) - 1;
+        self.first_samples[layout.blocks[at] as usize] + (position - layout.starts[at])
+    }
+
+    /// Picks a sample of the window that has sample `id` in `epoch`; `pick` gives a number below its argument.
+    pub fn pick_from_window(&self, epoch: u64, id: u64, pick: impl FnOnce(u64) -> u64) -> u64 {
+        let layout = self.epoch_layout(epoch);
+        // The last block that starts at or before the sample; empty blocks start where the next one does.
+        let block = self.first_samples.partition_point(|first| *first <= id) - 1;
+        let at = layout.read_index[block];
+        let window = layout.window_starts.partition_point(|first| *first <= at) - 1;
+        let positions = layout.window_positions(window);
+        let blocks = layout.window_starts[window] as usize..layout.window_starts[window + 1] as usize;
+        let position = positions.start + pick(positions.end - positions.start);
+        self.id_before_shuffling(&layout, blocks, position)
     }
 
     /// The window after `window`.
@@ -257,6 +279,17 @@ mod tests {
                         let block = (0..=block).rev().find(|b| blocks[*b].records > 0).unwrap();
                         prop_assert!(own.binary_search(&(block as u32)).is_ok(), "{} is not of the window", id);
                     }
+                    let members = &ids[positions.start as usize..positions.end as usize];
+                    let mut picked: Vec<u64> = (0..members.len() as u64)
+                        .map(|n| windows.pick_from_window(epoch, members[0], |below| {
+                            assert_eq!(below, members.len() as u64);
+                            n
+                        }))
+                        .collect();
+                    picked.sort_unstable();
+                    let mut sorted = members.to_vec();
+                    sorted.sort_unstable();
+                    prop_assert_eq!(picked, sorted, "a pick is of the window, and any of it");
                     let needs = windows.prefetch_blocks(window);
                     prop_assert!(needs.starts_with(layout.blocks(window.index as usize)));
                     seen.extend(own);

@@ -6,6 +6,7 @@ use serde_json::{Map, Value, json};
 
 use super::session::{PassOutput, Session, SessionOptions};
 use super::trained_model::TrainedModel;
+use super::view_mean::ViewMean;
 use crate::base::features::TargetSpec;
 use crate::data::{BatchValues, Dataset, HostBatch};
 use crate::kernels::cross_entropy::IGNORE_INDEX;
@@ -54,13 +55,14 @@ pub fn evaluate(
     let target = dataset.features().target.clone();
     let output = if target == TargetSpec::Tokens { PassOutput::Metrics } else { PassOutput::Logits };
     let session = Session::load(model, dataset.as_ref(), output, options)?;
-    let (mut done, mut skipped) = (0, 0);
+    let (mut done, mut skipped, views) = (0, 0, dataset.views());
+    let mut view_mean = ViewMean::new(views, &target);
     let mut each = |visit: &mut dyn FnMut(&HostBatch) -> Result<(), Failure>| {
         session.for_each_batch(dataset.clone(), |batch| {
             visit_rows(batch, visit)?;
             done += batch.consumed;
             skipped += batch.bad_records.len() as u64;
-            progress(done);
+            progress(done / views);
             Ok(())
         })
     };
@@ -70,8 +72,12 @@ pub fn evaluate(
             each(&mut |batch| {
                 let BatchValues::U32(truths) = &batch.targets else { return Ok(()) };
                 let logits = session.logits(batch)?;
-                let mut rows = logits.chunks_exact(names.len()).zip(truths);
-                rows.try_for_each(|(row, truth)| sums.push(row, *truth)).map_err(score_error)
+                for ((row, truth), id) in logits.chunks_exact(names.len()).zip(truths).zip(&batch.ids) {
+                    if let Some(row) = view_mean.push(*id, row) {
+                        sums.push(row, *truth).map_err(score_error)?;
+                    }
+                }
+                Ok(())
             })?;
             TaskMetrics::Classification { names: names.clone(), metrics: sums.finish().map_err(score_error)? }
         }
@@ -81,12 +87,17 @@ pub fn evaluate(
             let (mut squared, mut values) = (0.0, 0u64);
             each(&mut |batch| {
                 let BatchValues::F32(truths) = &batch.targets else { return Ok(()) };
-                for (i, (predicted, truth)) in session.logits(batch)?.iter().zip(truths).enumerate() {
-                    let (_, mean, std) = &scales[i % len];
-                    let (predicted, truth) = (f64::from(*predicted), f64::from(*truth));
-                    squared += (predicted - truth).powi(2);
-                    values += 1;
-                    sums[i % len].push(predicted * std + mean, truth * std + mean);
+                let outputs = session.logits(batch)?;
+                let rows = outputs.chunks_exact(*len).zip(truths.chunks_exact(*len));
+                for ((row, truths), id) in rows.zip(&batch.ids) {
+                    let Some(row) = view_mean.push(*id, row) else { continue };
+                    for (i, (predicted, truth)) in row.iter().zip(truths).enumerate() {
+                        let (_, mean, std) = &scales[i];
+                        let (predicted, truth) = (f64::from(*predicted), f64::from(*truth));
+                        squared += (predicted - truth).powi(2);
+                        values += 1;
+                        sums[i].push(predicted * std + mean, truth * std + mean);
+                    }
                 }
                 Ok(())
             })?;
@@ -105,7 +116,7 @@ pub fn evaluate(
             TaskMetrics::Language { loss: sums.mean_loss(), tokens: sums.weight, bytes, accuracy }
         }
     };
-    Ok(Evaluation { samples: done - skipped, skipped, metrics })
+    Ok(Evaluation { samples: (done - skipped) / views, skipped: skipped / views, metrics })
 }
 
 fn visit_rows(

@@ -9,3 +9,4 @@ pub mod generate;
 pub mod predict;
 pub mod session;
 pub mod trained_model;
+mod view_mean;

@@ -9,7 +9,9 @@ use self::writer::RowWriter;
 use super::evaluate::target_scales;
 use super::session::{PassOutput, Session, SessionOptions};
 use super::trained_model::TrainedModel;
+use super::view_mean::ViewMean;
 use crate::base::features::TargetSpec;
+use crate::data::bad_records::BadRecord;
 use crate::data::{DataError, Dataset, HostBatch};
 use crate::metrics::{argmax, softmax};
 use crate::train::Failure;
@@ -136,27 +138,41 @@ pub fn predict(
     let mut writer = RowWriter::create(output, format, columns)?;
     let (mut summary, mut scratch, width) =
         (PredictSummary::default(), Vec::new(), session.outputs_per_sample());
+    let (views, mut last_bad) = (dataset.views(), None);
+    let mut mean = ViewMean::new(views, &model.features().target);
     session.for_each_batch(dataset.clone(), |batch| {
         let outputs = if batch.ids.is_empty() { Vec::new() } else { session.logits(batch)? };
         for row in rows_in_order(batch) {
-            let mut cells = Vec::with_capacity(before + predicted + 1);
-            let id = match row {
-                Row::Good(i) => batch.ids[i],
-                Row::Bad(i) => batch.bad_records[i].id,
+            let (id, predicted_row) = match row {
+                Row::Good(i) => {
+                    let id = batch.ids[i];
+                    match mean.push(id, &outputs[i * width..(i + 1) * width]) {
+                        Some(outputs) => (id, Ok(outputs)),
+                        None => continue,
+                    }
+                }
+                Row::Bad(i) => {
+                    let BadRecord { id, why, .. } = &batch.bad_records[i];
+                    // An image is usually bad in all of its views; its row is written once.
+                    if last_bad.replace(id / views) == Some(id / views) {
+                        continue;
+                    }
+                    (*id, Err(why))
+                }
             };
+            let mut cells = Vec::with_capacity(before + predicted + 1);
             cells.extend(dataset.sample_name(id).map(Cell::Text).filter(|_| named));
             if let Some(rows) = &mut inputs {
                 let row = (rows.next)()?.unwrap_or_else(|| vec![String::new(); rows.names.len()]);
                 cells.extend(row.into_iter().map(Cell::Text));
                 cells.resize(before, Cell::Null);
             }
-            match row {
-                Row::Good(i) => {
-                    task.cells(&outputs[i * width..(i + 1) * width], &mut scratch, &mut cells);
+            match predicted_row {
+                Ok(outputs) => {
+                    task.cells(outputs, &mut scratch, &mut cells);
                     cells.push(Cell::Null);
                 }
-                Row::Bad(i) => {
-                    let why = &batch.bad_records[i].why;
+                Err(why) => {
                     if options.stop_at_bad_row {
                         return Err(Failure::BadRow(why.clone()));
                     }

@@ -14,7 +14,7 @@ use super::error::{ErrorCode, JobError, did_you_mean};
 use super::renamed::renamed;
 use super::schema::{allowed, alternative, choices, is_table, keywords, kind, kinds};
 use super::source_map::WHOLE_FILE;
-use super::synonyms::{synonym_hint, synonym_key};
+use super::synonyms::{synonym_hint, synonym_key, synonym_kind};
 use crate::base::units::MemorySize;
 
 /// An error and the bytes it is about, in the address space of [`super::source_map::SourceMap`].
@@ -297,7 +297,9 @@ impl Checker<'_> {
     fn not_a_choice(&mut self, span: Range<usize>, text: &str, names: &[&str], path: &str) {
         let shown = format!("\"{}\"", text.escape_debug());
         let error = JobError::new(ErrorCode::NotAllowed, format!("`{path}` cannot be {shown}"));
-        let hint = did_you_mean(text, names.iter().copied());
+        let synonym = synonym_kind(text).filter(|kind| names.contains(kind));
+        let hint = synonym.map(|kind| format!("`{kind}` is the kind of such files"));
+        let hint = hint.or_else(|| did_you_mean(text, names.iter().copied()));
         self.add_error(span, error.key(path).value(shown).allowed(quoted(names)).hint(hint));
     }
 

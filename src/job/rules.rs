@@ -118,6 +118,13 @@ pub(super) fn contradictions(job: &Job, tree: &DeTable) -> Vec<SpannedError> {
             report(&key, message, "write the lower bound first".into());
         }
     }
+    if let Some(kernel) = job.data.source.augment().map(|a| a.blur_kernel).filter(|kernel| kernel % 2 == 0) {
+        report(
+            "data.augment.blur_kernel",
+            format!("`data.augment.blur_kernel` must be odd, not {kernel}: a kernel has a center"),
+            format!("use {} or {}", kernel - 1, kernel + 1),
+        );
+    }
     found
 }
 

@@ -70,6 +70,18 @@ const SYNONYMS: [(&str, &str, &str); 66] = [
     ("validation_split", "data.valid_fraction", ""),
 ];
 
+/// File formats and layouts that are not a `kind` of data by their own name, and the kind that reads them.
+const KINDS: [(&str, &str); 8] = [
+    ("feather", "parquet"),
+    ("arrow", "parquet"),
+    ("ipc", "parquet"),
+    ("tsv", "csv"),
+    ("image_folder", "images"),
+    ("imagefolder", "images"),
+    ("webdataset", "images"),
+    ("mnist", "idx"),
+];
+
 /// Names of what a job does not state, and why.
 const NOT_STATED: [(&str, &str); 6] = [
     ("num_classes", "the classes are found in the data"),
@@ -88,6 +100,12 @@ fn normalize(name: &str) -> String {
 pub fn synonym_key(name: &str) -> Option<&'static str> {
     let name = normalize(name);
     SYNONYMS.iter().find(|(other, ..)| *other == name).map(|(_, key, _)| *key)
+}
+
+/// The kind of data that reads what is called `name`.
+pub(super) fn synonym_kind(name: &str) -> Option<&'static str> {
+    let name = normalize(name);
+    KINDS.iter().find(|(other, _)| *other == name).map(|(_, kind)| *kind)
 }
 
 /// What to write instead of a name that is no key.

@@ -170,11 +170,11 @@ impl Setup {
         Self::open(job, ram, &DatasetContext::default())
     }
 
-    /// As [`Setup::new`], with a context for opening the data. Sets the context's `max_bytes`, `seed` and
-    /// `shuffle_buffer`.
+    /// As [`Setup::new`], with a context for opening the data. Sets the context's `max_bytes`, `seed`,
+    /// `shuffle` and `shuffle_buffer`.
     pub fn open(job: Job, ram: u64, opening: &DatasetContext) -> Result<Self, Failure> {
-        let (seed, shuffle_buffer) = (job.seed, shuffle_buffer(&job));
-        let opening = DatasetContext { max_bytes: ram, seed, shuffle_buffer, ..opening.clone() };
+        let (seed, shuffle, shuffle_buffer) = (job.seed, job.data.loader.shuffle, shuffle_buffer(&job));
+        let opening = DatasetContext { max_bytes: ram, seed, shuffle, shuffle_buffer, ..opening.clone() };
         let before = measure::live_bytes();
         let sets = Datasets::open(&job, &opening)?;
         let opened_heap_bytes = measure::live_bytes().saturating_sub(before);

@@ -15,6 +15,7 @@ use zune_jpeg::JpegDecoder;
 use super::exif::{self, Orientation};
 use super::header::ImageHeader;
 use super::more_formats::MoreFormat;
+use super::other_formats;
 
 /// An image with a validated header.
 pub struct ImageDecoder<'a> {
@@ -44,11 +45,7 @@ impl<'a> ImageDecoder<'a> {
             [b'R', b'I', b'F', b'F', _, _, _, _, b'W', b'E', b'B', b'P', ..] => webp(file)?,
             _ => match MoreFormat::detect(file) {
                 Some(format) => more(format, file, channels)?,
-                None => {
-                    let shown: Vec<String> = file.iter().take(4).map(|b| format!("{b:02x}")).collect();
-                    let text = "it is not a JPEG, PNG, WebP, GIF, BMP, TIFF or PNM file: it starts with";
-                    return Err(format!("{text} {}", shown.join(" ")));
-                }
+                None => return Err(other_formats::problem(file)),
             },
         };
         let pixels = (height as u64).saturating_mul(width as u64);

@@ -46,10 +46,11 @@ pub struct Extent {
     pub len: u64,
 }
 
-/// Image file extensions, matched case-insensitively.
-const EXTENSIONS: [&str; 16] = [
+/// Image file extensions, matched case-insensitively. Formats that are not read, from `avif` on, are among them: such
+/// an image is a bad record with its reason, and not left out of the dataset in silence.
+const EXTENSIONS: [&str; 23] = [
     "jpg", "jpeg", "jpe", "jfif", "png", "webp", "jif", "gif", "bmp", "dib", "tif", "tiff", "ppm", "pgm",
-    "pbm", "pnm",
+    "pbm", "pnm", "avif", "heic", "heif", "jxl", "jp2", "psd", "exr",
 ];
 
 /// Maximum folder depth; a symlink cycle would never end.

@@ -4,12 +4,15 @@
 //! [`ImageDataset`] decodes and transforms an image on demand. Compressed tar archives can only be read sequentially:
 //! [`TarShards`] yields their images as shards. An unusable image is a bad record, reported with its path.
 
+#[cfg(feature = "avif")]
+mod avif;
 mod class_names;
 mod decode;
 mod exif;
 mod header;
 mod listing;
 mod more_formats;
+mod other_formats;
 mod pnm;
 mod table;
 mod tar;
@@ -377,7 +380,8 @@ impl ImageFiles {
         into: &mut BatchRow<'_>,
     ) -> Result<(), DataError> {
         let opened = self.open_decoder(file).map_err(|problem| self.record_error(index, problem))?;
-        scratch.reserve(|| self.path(index), self.decode_memory(Some(opened.header), file.len() as u64))?;
+        let bytes = self.decode_memory(Some(opened.header), file.len() as u64) + pipeline.augment_bytes();
+        scratch.reserve(|| self.path(index), bytes)?;
         let sample = |scratch: &mut ScratchGuard<'_>, values: &mut SliceMut<'_>| {
             let Scratch { pixels, converted: turned, .. } = &mut **scratch;
             let [height, width] = opened.decode(pixels, turned)?;
@@ -483,7 +487,7 @@ impl ImageDataset {
         let features = features(&pipeline, image_files.names());
         let pool = ScratchPool::with_large_images(
             image_files.options.readers,
-            image_files.header_stats.bytes_per_reader,
+            image_files.header_stats.bytes_per_reader + pipeline.augment_bytes(),
             image_files.large_images.clone(),
         );
         Self { image_files, pipeline, features, pool }

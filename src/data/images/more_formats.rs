@@ -1,4 +1,4 @@
-//! GIF, BMP, TIFF and the PNM family (PPM, PGM, PBM): size from the header, and decoding to bytes. Of an animation or a
+//! GIF, BMP, TIFF, the PNM family (PPM, PGM, PBM) and, with its feature, AVIF: size from the header, and decoding to bytes. Of an animation or a
 //! file of several pages, the first one is the image.
 
 use std::io::{self, Cursor};
@@ -8,6 +8,8 @@ use tiff::decoder::{Decoder as TiffDecoder, DecodingResult, Limits};
 use zune_bmp::BmpDecoder;
 use zune_core::bytestream::ZCursor;
 
+#[cfg(feature = "avif")]
+use super::avif;
 use super::header::ReadAt;
 use super::pnm::PnmHeader;
 
@@ -17,6 +19,8 @@ pub enum MoreFormat {
     Bmp,
     Tiff,
     Pnm,
+    #[cfg(feature = "avif")]
+    Avif,
 }
 
 /// Entries of a TIFF directory that are looked at.
@@ -30,6 +34,8 @@ impl MoreFormat {
             [b'B', b'M', _, _, _, _, 0, 0, 0, 0, ..] => Some(Self::Bmp),
             [b'I', b'I', b'*', 0, ..] | [b'M', b'M', 0, b'*', ..] => Some(Self::Tiff),
             [b'P', b'1'..=b'6', space, ..] if space.is_ascii_whitespace() => Some(Self::Pnm),
+            #[cfg(feature = "avif")]
+            start if super::other_formats::name(start) == Some("AVIF") => Some(Self::Avif),
             _ => None,
         }
     }
@@ -40,6 +46,8 @@ impl MoreFormat {
             Self::Bmp => "BMP",
             Self::Tiff => "TIFF",
             Self::Pnm => "PNM",
+            #[cfg(feature = "avif")]
+            Self::Avif => "AVIF",
         }
     }
 
@@ -57,6 +65,8 @@ impl MoreFormat {
             // Up to four samples of two bytes, as decoded and in one strip.
             Self::Tiff => Ok(tiff_size(read_at)?.map(|size| (size, 16))),
             Self::Pnm => Ok(PnmHeader::read(read_at)?.map(|header| ([header.height, header.width], 0))),
+            #[cfg(feature = "avif")]
+            Self::Avif => Ok(avif::size(read_at)?.map(|size| (size, avif::DECODER_BYTES_PER_PIXEL))),
         }
     }
 
@@ -80,6 +90,8 @@ impl MoreFormat {
                 header.decode(file, pixels)?;
                 Ok(header.channels())
             }
+            #[cfg(feature = "avif")]
+            Self::Avif => avif::decode(file, size, pixels),
         }
     }
 }

@@ -37,7 +37,7 @@ impl TarShards {
         let features = features(&pipeline, image_files.names());
         let pool = ScratchPool::with_large_images(
             image_files.options.readers,
-            image_files.header_stats.bytes_per_reader,
+            image_files.header_stats.bytes_per_reader + pipeline.augment_bytes(),
             image_files.large_images.clone(),
         );
         Self { image_files, pipeline, features, blocks, first_images: firsts, pool }

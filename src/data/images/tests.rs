@@ -272,3 +272,65 @@ fn sign_language_digits_as_published() {
         assert!((0.1..0.95).contains(&mean), "{index}: {mean}");
     }
 }
+
+/// Mixup among compressed archives: the same samples whatever the workers and batches, with partners of their window.
+#[test]
+fn archives_are_mixed_within_their_shuffle_window() {
+    use crate::data::BatchValues;
+    use crate::data::loader::{Loader, LoaderOptions};
+    use crate::data::order::{Cursor, Order};
+    use crate::data::streaming::StreamingDataset;
+    use crate::data::transforms::mix::{MixOptions, MixedDataset};
+    let folder = tempfile::tempdir().unwrap();
+    let root = folder.path();
+    for shard in 0..6 {
+        let names: Vec<String> = (0..10).map(|i| format!("shard{shard}/{i}.jpg")).collect();
+        let bytes: Vec<Vec<u8>> = (0..10).map(|i| flat(10 * i + shard)).collect();
+        let members: Vec<(&str, &[u8])> = names.iter().zip(&bytes).map(|(n, b)| (&n[..], &b[..])).collect();
+        let archive = zstd::encode_all(&tar::tests::tar(&members)[..], 1).unwrap();
+        write(&root.join(format!("{shard}.tar.zst")), &archive);
+    }
+    let files = || {
+        ImageFiles::open(&[root.join("*.tar.zst")], image_options(1), None, &dataset_context(root)).unwrap()
+    };
+    let shard_bytes = TarShards::new(Arc::new(files()), plain([8, 8, 1])).blocks()[0].bytes;
+    // A window has up to two of the archives, each of which is a block.
+    let ctx = DatasetContext { seed: 9, shuffle_buffer: 2 * shard_bytes + 200, ..dataset_context(root) };
+    let mixing = MixOptions { mixup: 1.0, cutmix: 0.0, probability: 1.0 };
+    let deliver = |micro_batch, workers, from| {
+        let shards = Arc::new(TarShards::new(Arc::new(files()), plain([8, 8, 1])));
+        let streamed = Arc::new(StreamingDataset::new(shards, ctx.shuffle_buffer));
+        let mixed = Arc::new(MixedDataset::new(streamed, mixing, workers, &ctx).unwrap());
+        let order = Order::for_dataset(mixed.as_ref(), 7, ctx.seed, true, ctx.shuffle_buffer).unwrap();
+        let until = 3 * order.updates_per_epoch();
+        let options = LoaderOptions { micro_batch, max_bytes: 1 << 20, workers, skip_bad: false };
+        let mut loader =
+            Loader::start(mixed, order.clone(), Cursor { update: from, done: 0 }, until, options).unwrap();
+        let mut samples = Vec::new();
+        while let Some(batch) = loader.next().unwrap() {
+            let (BatchValues::F32(values), BatchValues::U32(targets)) = (&batch.inputs, &batch.targets)
+            else {
+                panic!()
+            };
+            let rows = values.chunks_exact(64).zip(targets.chunks_exact(3));
+            samples.extend(rows.zip(&batch.ids).map(|((v, t), id)| (batch.epoch, *id, v[0], t.to_vec())));
+        }
+        (samples, order)
+    };
+    let (all, order) = deliver(7, 1, 0);
+    assert_eq!(deliver(3, 4, 0).0, all);
+    assert_eq!(deliver(7, 2, 5).0, all[35..]);
+    let (mut shards_of_windows, mut other_shard) = (Vec::new(), 0);
+    for (epoch, id, _, target) in &all {
+        // The class is the archive; both are of the window of the sample.
+        let position = order.ids(*epoch, 0..60).position(|other| other == *id).unwrap() as u64;
+        let (window, _) = order.window_ranges(*epoch, position..position + 1).remove(0);
+        let positions = order.window_ranges(*epoch, 0..60).into_iter().find(|(w, _)| *w == window).unwrap().1;
+        let shards: std::collections::BTreeSet<u64> =
+            order.ids(*epoch, positions).map(|id| id / 10).collect();
+        assert!(shards.contains(&u64::from(target[0])) && shards.contains(&u64::from(target[1])));
+        other_shard += usize::from(target[0] != target[1]);
+        shards_of_windows.push(shards.len());
+    }
+    assert!(shards_of_windows.contains(&2) && other_shard > 30, "{other_shard}");
+}

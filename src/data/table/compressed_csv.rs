@@ -6,9 +6,10 @@ use std::sync::Arc;
 
 use rayon::prelude::*;
 
+use super::arrow_file::ArrowFile;
 use super::columns::Column;
 use super::csv::{CsvHeader, CsvRow};
-use super::dialect::{Dialect, RowFields};
+use super::dialect::{Dialect, RowFields, RowFormat};
 use super::encoding::{RowEncoder, TableSchema};
 use super::rows::RowReader;
 use super::{RowCells, RowVisitor, TableReader};
@@ -52,7 +53,10 @@ impl CompressedCsv {
             Ok((bytes, count_blocks(shard as u32, path, bytes, dialect, ctx)?))
         };
         let counted: Result<Vec<_>, DataError> = paths.par_iter().enumerate().map(count).collect();
-        let decoder_bytes = paths.iter().map(|path| files::decoder_bytes(path));
+        let decoder_bytes = paths.iter().map(|path| match dialect.rows {
+            RowFormat::Arrow => ArrowFile::open(path)?.reader_bytes(),
+            RowFormat::Delimited | RowFormat::Json => files::decoder_bytes(path),
+        });
         let decoder_bytes = decoder_bytes.collect::<Result<Vec<u64>, _>>()?.into_iter().max().unwrap_or(0);
         let mut packed =
             Self { files: Vec::new(), dialect, width, blocks: Vec::new(), rows: 0, decoder_bytes };

@@ -1,13 +1,14 @@
 //! Opens the training and the validation set of a table from files and settings.
 
-use std::io::Write;
+use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use super::arrow_file::{self, ArrowFile};
 use super::columns::{self, CellParser, Column, ColumnKind};
 use super::compressed_csv::{CompressedCsv, CompressedCsvDataset};
 use super::csv::{CsvDataset, CsvHeader, CsvTable};
-use super::dialect::Dialect;
+use super::dialect::{Dialect, RowFormat};
 use super::dialect_detection::DialectSettings;
 use super::encoding::{RowEncoder, TableSchema};
 use super::inference::ColumnInference;
@@ -15,6 +16,7 @@ use super::parquet::{ParquetDataset, ParquetFiles};
 use super::statistics::{StatisticsPass, TableStatistics};
 use super::text_encoding::TextEncoding;
 use super::{MissingPolicy, TableReader, TableSettings, parquet_partitions};
+use crate::base::regular_file;
 use crate::data::cache::CacheKey;
 use crate::data::files::{self, FileCompression};
 use crate::data::split::{self, SplitPlan};
@@ -60,6 +62,7 @@ impl OpenFormat {
         Ok(match format {
             TableFileFormat::Csv(settings) => Self::Csv(settings.detect(first)?),
             TableFileFormat::Json => Self::Csv(Dialect::json()),
+            TableFileFormat::Parquet if starts_with(first, arrow_file::MAGIC)? => Self::Csv(Dialect::arrow()),
             TableFileFormat::Parquet => Self::Parquet,
         })
     }
@@ -70,6 +73,13 @@ impl OpenFormat {
             Self::Parquet => TextEncoding::Utf8,
         }
     }
+}
+
+fn starts_with(file: &Path, magic: &[u8]) -> Result<bool, DataError> {
+    let mut start = Vec::new();
+    let opened = regular_file::open(file).map_err(DataError::io(file))?;
+    opened.take(magic.len() as u64).read_to_end(&mut start).map_err(DataError::io(file))?;
+    Ok(start == magic)
 }
 
 /// A training or validation set.
@@ -256,6 +266,13 @@ impl OpenedTable {
     }
 
     fn csv(paths: &[PathBuf], dialect: Dialect, ctx: &DatasetContext) -> Result<Self, DataError> {
+        if dialect.rows == RowFormat::Arrow {
+            // The rows of several files are counted at once, each with a batch in memory.
+            let at_once = paths.len().min(rayon::current_num_threads()) as u64;
+            for path in paths {
+                ctx.check_memory(path, ArrowFile::open(path)?.reader_bytes()?.saturating_mul(at_once))?;
+            }
+        }
         let mut headers: Vec<CsvHeader> = Vec::new();
         let mut packed = false;
         for path in paths {

@@ -35,6 +35,8 @@ pub enum RowFormat {
     Delimited,
     /// A JSON object, read as a row of quoted fields.
     Json,
+    /// A row of an Arrow table, read as a row of quoted fields.
+    Arrow,
 }
 
 /// The field delimiter.
@@ -65,9 +67,14 @@ impl Dialect {
         Self { header: false, rows: RowFormat::Json, ..Self::default() }
     }
 
+    /// The dialect of the rows that an Arrow table becomes.
+    pub fn arrow() -> Self {
+        Self { rows: RowFormat::Arrow, ..Self::json() }
+    }
+
     /// Whether a file of this dialect can only be read from its beginning, however it is stored.
     pub fn is_sequential(self) -> bool {
-        self.rows == RowFormat::Json || matches!(self.encoding, TextEncoding::Utf16 { .. })
+        self.rows != RowFormat::Delimited || matches!(self.encoding, TextEncoding::Utf16 { .. })
     }
 
     /// Whether the line is blank or a comment.

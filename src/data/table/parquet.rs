@@ -76,9 +76,21 @@ impl ParquetFiles {
             let file = regular_file::open(path).map_err(DataError::io(path))?;
             let mut start = Vec::new();
             (&file).take(4).read_to_end(&mut start).map_err(DataError::io(path))?;
+            if start == b"FEA1" {
+                return Err(DataError::Table {
+                    file: path.clone(),
+                    place: String::new(),
+                    problem: "it is a Feather file of version 1, which pandas wrote until 2020".into(),
+                    hint: "write it again: `pandas.read_feather(f).to_parquet(\"table.parquet\")`",
+                });
+            }
             if start != b"PAR1" {
                 let found = format!("`{}`", start.escape_ascii());
-                return Err(DataError::WrongFormat { file: path.clone(), expected: "a Parquet file", found });
+                return Err(DataError::WrongFormat {
+                    file: path.clone(),
+                    expected: "a Parquet or an Arrow file",
+                    found,
+                });
             }
             let wrong = |error| corrupt_file(path, error);
             let mut footer = BufReader::with_capacity(1 << 12, &file);

@@ -3,6 +3,8 @@
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
+use super::arrow_file;
+use super::arrow_rows::ArrowRows;
 use super::dialect::{Dialect, MAX_ROW_BYTES, RowEnds, RowFields, RowFormat};
 use super::json_rows::JsonRows;
 use crate::data::DataError;
@@ -31,15 +33,38 @@ pub struct RowReader {
     /// Bytes of the uncompressed file before `position`, and line breaks among them.
     pub offset: u64,
     line_breaks: u64,
-    /// The rows of a JSON table; nothing else is used then.
-    json: Option<JsonRows>,
+    /// The rows of a table that is not stored as delimited text; nothing else is used then.
+    records: Option<Records>,
+}
+
+/// Records that become rows of quoted fields.
+enum Records {
+    Json(Box<JsonRows>),
+    Arrow(Box<ArrowRows>),
+}
+
+impl Records {
+    fn names(&self) -> &[String] {
+        match self {
+            Self::Json(rows) => &rows.names,
+            Self::Arrow(rows) => &rows.names,
+        }
+    }
+
+    fn next(&mut self) -> Result<Option<(u64, &[u8])>, DataError> {
+        match self {
+            Self::Json(rows) => rows.next(),
+            Self::Arrow(rows) => rows.next(),
+        }
+    }
 }
 
 impl RowReader {
     /// Opens `file` at its first row, after the skipped lines.
     pub fn open(file: &Path, dialect: Dialect) -> Result<Self, DataError> {
-        let json = match dialect.rows {
-            RowFormat::Json => Some(JsonRows::open(file)?),
+        let records = match dialect.rows {
+            RowFormat::Json => Some(Records::Json(Box::new(JsonRows::open(file)?))),
+            RowFormat::Arrow => Some(Records::Arrow(Box::new(ArrowRows::open(file)?))),
             RowFormat::Delimited => None,
         };
         let body = dialect.encoding.reader(files::open(file)?);
@@ -53,12 +78,20 @@ impl RowReader {
             eof: false,
             offset: 0,
             line_breaks: 0,
-            json,
+            records,
         };
-        if reader.json.is_some() {
+        if reader.records.is_some() {
             return Ok(reader);
         }
         reader.fill()?;
+        if reader.buffer.starts_with(arrow_file::MAGIC) || reader.buffer.starts_with(b"PAR1") {
+            return Err(DataError::Table {
+                file: file.to_owned(),
+                place: String::new(),
+                problem: "it is a Parquet or an Arrow file, not text".into(),
+                hint: "set `data.kind = \"parquet\"`, which reads both",
+            });
+        }
         if memchr::memchr(0, &reader.buffer).is_some() {
             return Err(DataError::Table {
                 file: file.to_owned(),
@@ -79,8 +112,8 @@ impl RowReader {
 
     /// The next row with its line break, and the number of its first line, from 1. Skips blank lines.
     pub fn next(&mut self) -> Result<Option<(u64, &[u8])>, DataError> {
-        if self.json.is_some() {
-            return self.json.as_mut().map_or(Ok(None), JsonRows::next);
+        if self.records.is_some() {
+            return self.records.as_mut().map_or(Ok(None), Records::next);
         }
         loop {
             let dialect = self.dialect;
@@ -108,8 +141,8 @@ impl RowReader {
     /// Column names: the first row if the dialect has a header; otherwise the column numbers from 0, and the row is not
     /// consumed. A column without a name is called by its number too.
     pub fn read_names(&mut self) -> Result<ColumnNames, DataError> {
-        if let Some(json) = &self.json {
-            return Ok(ColumnNames { names: json.names.clone(), unnamed: Vec::new() });
+        if let Some(records) = &self.records {
+            return Ok(ColumnNames { names: records.names().to_vec(), unnamed: Vec::new() });
         }
         let dialect = self.dialect;
         let file = self.file.clone();

@@ -1,14 +1,17 @@
 //! Mixup and CutMix: blends a sample with another sample of the same dataset; the target holds both classes.
 //!
 //! The sample key determines the partner like everything else, so a sample does not depend on the batch it is in. The
-//! cost is reading two samples for each one.
+//! partner is any sample of a random-access dataset. A compressed archive is read sequentially: there it is one of the
+//! same shuffle window, which is in memory and is determined by the order of the epoch. The cost is reading two samples
+//! for each one.
 
 use std::sync::Arc;
 
 use super::{ScratchPool, bernoulli};
 use crate::base::random::{CounterRng, RngKey, stream_id};
 use crate::data::{
-    BatchRow, DataError, Dataset, Features, InputSpec, LengthStats, SampleKey, SliceMut, TargetSpec,
+    BatchRow, DataError, Dataset, DatasetContext, Features, InputSpec, LengthStats, SampleKey, SliceMut,
+    TargetSpec, order::Order, streaming::RecordBlock,
 };
 
 /// How samples are blended.
@@ -33,6 +36,8 @@ const MIX: u64 = stream_id("augment.mix");
 /// A dataset with blended samples. Its targets are [`TargetSpec::MixedClass`].
 pub struct MixedDataset {
     inner: Arc<dyn Dataset>,
+    /// The order that `inner` is read in.
+    order: Order,
     options: MixOptions,
     features: Features,
     /// (height, width, channels)
@@ -50,24 +55,25 @@ enum Blend {
 }
 
 impl MixedDataset {
-    /// Wraps a dataset of images with one class each, read by `readers` threads.
-    pub fn new(inner: Arc<dyn Dataset>, options: MixOptions, readers: usize) -> Result<Self, DataError> {
+    /// Wraps a dataset of images with one class each, read by `readers` threads in the order of `ctx`.
+    pub fn new(
+        inner: Arc<dyn Dataset>,
+        options: MixOptions,
+        readers: usize,
+        ctx: &DatasetContext,
+    ) -> Result<Self, DataError> {
         let (InputSpec::Floats { shape }, TargetSpec::Class { names }) =
             (&inner.features().input, &inner.features().target)
         else {
             return Err(unsupported_error());
         };
         let shape = <[usize; 3]>::try_from(&shape[..]).map_err(|_| unsupported_error())?;
-        if inner.blocks().is_some() {
-            let expected =
-                "it needs random access, and compressed archives are read sequentially: decompress them";
-            return Err(DataError::InvalidSetting { name: "augment.mixup", value: "used".into(), expected });
-        }
         let target = TargetSpec::MixedClass { names: names.clone() };
         // Blended values no longer fit the byte lookup table.
         let features = Features { target, pixel_lut: None, ..inner.features().clone() };
         let pool = ScratchPool::new(readers, 4 * features.input_len() as u64);
-        Ok(Self { inner, options, features, shape, pool })
+        let order = Order::for_dataset(inner.as_ref(), 1, ctx.seed, ctx.shuffle, ctx.shuffle_buffer)?;
+        Ok(Self { inner, order, options, features, shape, pool })
     }
 }
 
@@ -77,13 +83,13 @@ fn unsupported_error() -> DataError {
 }
 
 impl MixOptions {
-    /// Draws the index of the partner, among `len` samples, and the blend for samples of (height, width) `size`.
-    fn draw(&self, key: SampleKey, len: u64, size: [usize; 2]) -> Option<(u64, Blend)> {
+    /// Draws the partner of sample `index` in `order`, and the blend for samples of (height, width) `size`.
+    fn draw(&self, key: SampleKey, index: u64, order: &Order, size: [usize; 2]) -> Option<(u64, Blend)> {
         let mut draws = RngKey::new(key.seed, MIX).fold_in(key.epoch).fold_in(key.sample).rng();
         if !bernoulli(&mut draws, self.probability) {
             return None;
         }
-        let other = draws.below(len);
+        let other = order.draw_neighbor(key.epoch, index, &mut draws);
         let cut = self.mixup == 0.0 || (self.cutmix > 0.0 && bernoulli(&mut draws, 0.5));
         if !cut {
             return Some((other, Blend::Mixup(beta(&mut draws, self.mixup) as f32)));
@@ -139,7 +145,9 @@ impl Dataset for MixedDataset {
         let class = read(index, key, values)?;
         let unmixed = [class, class, 1f32.to_bits()];
         target.copy_from_slice(&unmixed);
-        let Some((other, blend)) = self.options.draw(key, self.len(), [height, width]) else { return Ok(()) };
+        let Some((other, blend)) = self.options.draw(key, index, &self.order, [height, width]) else {
+            return Ok(());
+        };
         let mut scratch = self.pool.acquire();
         scratch.floats.resize(values.len(), 0.0);
         match read(other, SampleKey { sample: other, ..key }, &mut scratch.floats) {
@@ -155,7 +163,15 @@ impl Dataset for MixedDataset {
     }
 
     fn resident_bytes(&self) -> u64 {
-        self.inner.resident_bytes() + self.pool.bytes()
+        self.inner.resident_bytes() + self.pool.bytes() + self.order.resident_bytes()
+    }
+
+    fn blocks(&self) -> Option<Vec<RecordBlock>> {
+        self.inner.blocks()
+    }
+
+    fn prefetch(&self, blocks: Vec<u32>) {
+        self.inner.prefetch(blocks);
     }
 
     fn class_counts(&self) -> Option<Vec<u64>> {
@@ -209,6 +225,7 @@ mod tests {
             Arc::new(ShapesDataset::new(16, 100, 5, shapes::ShapesSplit::Train).unwrap()),
             mixing,
             1,
+            &DatasetContext::default(),
         )
         .unwrap()
     }
@@ -236,7 +253,7 @@ mod tests {
             let (own, class) = read(&plain, index, 2);
             let fraction = f32::from_bits(target[2]);
             assert_eq!(target[0], class[0]);
-            let Some((other, blend)) = mixing.draw(key, 100, [16, 16]) else {
+            let Some((other, blend)) = mixing.draw(key, index, &set.order, [16, 16]) else {
                 assert_eq!((values, target), (own, vec![class[0], class[0], 1f32.to_bits()]));
                 none += 1;
                 continue;
@@ -287,7 +304,8 @@ mod tests {
         #[test]
         fn the_cut_box_lies_in_the_image(size in [1usize..40, 1usize..40], seed: u64, a in 0.01..3.0f64) {
             let mixing = MixOptions { mixup: 0.0, cutmix: a, probability: 1.0 };
-            let drawn = mixing.draw(SampleKey { seed, epoch: 0, sample: 1 }, 10, size);
+            let order = Order::new(10, 1, seed, true).unwrap();
+            let drawn = mixing.draw(SampleKey { seed, epoch: 0, sample: 1 }, 1, &order, size);
             let Some((other, Blend::CutMix { rows, columns })) = drawn else { panic!("{drawn:?}") };
             prop_assert!(other < 10 && rows[0] <= rows[1] && rows[1] <= size[0]);
             prop_assert!(columns[0] <= columns[1] && columns[1] <= size[1]);

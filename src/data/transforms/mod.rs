@@ -6,16 +6,25 @@
 //! a function of its [`SampleKey`] alone; a pipeline without augmentation, as for validation, makes none. [`mix`]
 //! blends whole samples on top of it.
 
+mod affine;
+mod augmentation;
+mod blur;
 mod colour;
+mod enhance;
 mod erase;
 mod geometry;
 pub mod mix;
+mod randaugment;
 mod resample;
 mod scratch;
 
+pub use affine::RandomAffine;
+pub use augmentation::Augmentation;
+pub use blur::RandomBlur;
 pub use colour::ColorJitter;
 pub use erase::RandomErasing;
 pub use geometry::{RandomResizedCrop, ResizeMode};
+pub use randaugment::RandAugment;
 pub use resample::scratch_bytes;
 pub use scratch::{LargeImages, LargestImage, Scratch, ScratchGuard, ScratchPool};
 
@@ -52,20 +61,6 @@ impl Default for Normalise {
     fn default() -> Self {
         Self { mean: vec![0.0], std: vec![1.0] }
     }
-}
-
-/// Random augmentation, drawn anew for every sample in every epoch. Everything is off by default.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub struct Augmentation {
-    /// Use a random crop instead of the resized image.
-    pub resized_crop: Option<RandomResizedCrop>,
-    /// Pixels of black added around the resized image before a random crop of the sample's size.
-    pub padding: usize,
-    /// Probabilities of mirroring.
-    pub horizontal_flip: f64,
-    pub vertical_flip: f64,
-    pub jitter: ColorJitter,
-    pub erasing: Option<RandomErasing>,
 }
 
 /// Turns images into samples.
@@ -131,6 +126,13 @@ impl Pipeline {
                 expected: "images of one channel have no color",
             });
         }
+        if ![1, 3].contains(&self.channels) && augmentation.randaugment.is_some() {
+            return Err(DataError::InvalidSetting {
+                name: "augment.randaugment",
+                value: format!("used for {} channels", self.channels),
+                expected: "it needs images of one or three channels",
+            });
+        }
         Ok(Self { augmentation: (augmentation != Augmentation::default()).then_some(augmentation), ..self })
     }
 
@@ -155,6 +157,16 @@ impl Pipeline {
     /// Upper bound on the scratch bytes for an image of this size with `bytes` bytes per value.
     pub fn scratch_bytes(&self, height: usize, width: usize, bytes: usize) -> u64 {
         resample::scratch_bytes([height, width], [self.height, self.width], self.channels * bytes)
+            + self.augment_bytes()
+    }
+
+    /// Scratch bytes of the augmentations that work on a sample of bytes.
+    pub fn augment_bytes(&self) -> u64 {
+        let Some(augment) = self.augmentation.as_ref().filter(|a| a.changes_bytes()) else { return 0 };
+        let values = self.height * self.width * self.channels;
+        let spare = if augment.resamples() { values } else { 0 };
+        let blurred = if augment.blur.is_some() { 4 * (values + self.width * self.channels) } else { 0 };
+        (values + spare + blurred) as u64
     }
 
     /// Writes the sample for `image` under `key` to `into`: f32 values, or bytes if there is a [lookup
@@ -172,7 +184,8 @@ impl Pipeline {
             RngKey::new(key.seed, stream).fold_in(key.epoch).fold_in(key.sample).rng()
         };
         let (mut crop_resize, mut flips) = (self.resize_mode.crop_and_resize(size, out), [false; 2]);
-        if let Some(augment) = &self.augmentation {
+        let augmentation = self.augmentation_of(key);
+        if let Some(augment) = augmentation {
             let mut crop = draws(CROP);
             if let Some(resized) = &augment.resized_crop {
                 crop_resize = geometry::CropAndResize {
@@ -190,34 +203,72 @@ impl Pipeline {
             flips =
                 [augment.vertical_flip, augment.horizontal_flip].map(|chance| bernoulli(&mut flip, chance));
         }
+        let mut buffers = std::mem::take(&mut scratch.augment);
         let image =
             resample::crop_and_resize(image, crop_resize.crop, crop_resize.size, self.channels, scratch)?;
-        let pixel_placement =
+        let placement =
             PixelPlacement { size: [image.height, image.width], offset: crop_resize.offset, flips };
-        match (image.pixels, into) {
-            (Pixels::Bytes(bytes), SliceMut::U8(into)) => {
+        match augmentation.filter(|augment| augment.changes_bytes()) {
+            None => self.write(image.pixels, placement, augmentation, draws, into),
+            Some(augment) => {
+                buffers.image.resize(self.height * self.width * self.channels, 0);
+                self.write_bytes(image.pixels, placement, &mut buffers.image);
+                augment.augment_bytes(self.shape(), draws, &mut buffers);
+                let whole = PixelPlacement { size: out, offset: [0; 2], flips: [false; 2] };
+                self.write(Pixels::Bytes(&buffers.image), whole, augmentation, draws, into);
+            }
+        }
+        scratch.augment = buffers;
+        Ok(())
+    }
+
+    /// The augmentation of the sample `key`.
+    fn augmentation_of(&self, key: SampleKey) -> Option<&Augmentation> {
+        self.augmentation.as_ref().filter(|augment| !(augment.plain_first_view && key.epoch == 0))
+    }
+
+    /// Writes an image of which only values change from here on.
+    fn write(
+        &self,
+        pixels: Pixels<'_>,
+        placement: PixelPlacement,
+        augmentation: Option<&Augmentation>,
+        draws: impl Fn(u64) -> CounterRng,
+        into: &mut SliceMut<'_>,
+    ) {
+        match into {
+            SliceMut::U8(into) => self.write_bytes(pixels, placement, into),
+            into => {
+                let into = into.as_f32_mut();
+                let coloured = augmentation.is_some_and(|augment| augment.jitter != ColorJitter::default());
+                self.write_floats(pixels, placement, coloured, into);
+                if let Some(augment) = augmentation {
+                    self.augment_values(augment, draws, into);
+                }
+            }
+        }
+    }
+
+    /// Writes an image as bytes; floats of 0 to 1 are rounded.
+    fn write_bytes(&self, pixels: Pixels<'_>, placement: PixelPlacement, into: &mut [u8]) {
+        match pixels {
+            Pixels::Bytes(bytes) => {
                 let mirror = self.row_mapper(|_, byte| byte);
                 let line = |from: &[u8], to: &mut [u8], mirrored| match mirrored {
                     true => mirror(from, to, mirrored),
                     false => to.copy_from_slice(from),
                 };
-                self.blit(bytes, pixel_placement, into, |_| 0, line)
+                self.blit(bytes, placement, into, |_| 0, line)
             }
-            (pixels, into) => {
-                let into = into.as_f32_mut();
-                self.write_floats(pixels, pixel_placement, into);
-                if let Some(augment) = &self.augmentation {
-                    self.augment_values(augment, draws, into);
-                }
+            Pixels::Floats(floats) => {
+                let line = self.row_mapper(|_, value: f32| (value * 255.0 + 0.5) as u8);
+                self.blit(floats, placement, into, |_| 0, line)
             }
         }
-        Ok(())
     }
 
-    /// Writes the values of an image, normalized unless color jitter still follows.
-    fn write_floats(&self, pixels: Pixels<'_>, moved: PixelPlacement, into: &mut [f32]) {
-        let coloured =
-            self.augmentation.as_ref().is_some_and(|augment| augment.jitter != ColorJitter::default());
+    /// Writes the values of an image, normalized unless color jitter still follows (`coloured`).
+    fn write_floats(&self, pixels: Pixels<'_>, moved: PixelPlacement, coloured: bool, into: &mut [f32]) {
         let one = |c: usize, value: f32| (value - self.normalise.mean[c]) / self.normalise.std[c];
         let tables = &self.palette.tables;
         match (pixels, coloured) {
@@ -362,3 +413,5 @@ fn uniform(draws: &mut CounterRng, [low, high]: [f64; 2]) -> f64 {
 
 #[cfg(test)]
 mod tests;
+#[cfg(test)]
+mod torchvision_tests;

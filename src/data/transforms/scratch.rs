@@ -21,12 +21,25 @@ pub struct Scratch {
     pub(super) resizer: Resizer,
     pub(super) resized: Vec<u8>,
     pub(super) resized_floats: Vec<f32>,
+    pub(super) augment: AugmentBuffers,
+}
+
+/// Buffers for augmenting a sample as bytes.
+#[derive(Default)]
+pub(super) struct AugmentBuffers {
+    pub image: Vec<u8>,
+    /// The next image of an operation that cannot work in place.
+    pub spare: Vec<u8>,
+    /// Rows blurred along one axis.
+    pub rows: Vec<f32>,
 }
 
 impl Scratch {
     fn bytes(&self) -> u64 {
-        let bytes = [&self.file, &self.pixels, &self.converted, &self.resized].map(Vec::capacity);
-        let floats = 4 * (self.floats.capacity() + self.resized_floats.capacity());
+        let AugmentBuffers { image, spare, rows } = &self.augment;
+        let bytes =
+            [&self.file, &self.pixels, &self.converted, &self.resized, image, spare].map(Vec::capacity);
+        let floats = 4 * (self.floats.capacity() + self.resized_floats.capacity() + rows.capacity());
         (bytes.iter().sum::<usize>() + floats + self.resizer.size_of_internal_buffers()) as u64
     }
 }

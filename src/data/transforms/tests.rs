@@ -130,6 +130,9 @@ proptest! {
             padding,
             horizontal_flip: flip,
             vertical_flip: 1.0 - flip,
+            affine: RandomAffine { rotation: 90.0 * flip, ..RandomAffine::default() },
+            randaugment: crop.then_some(RandAugment { operations: 2, magnitude: 20 }),
+            blur: grey.then_some(RandomBlur { probability: 0.5, kernel: 3, sigma: [0.1, 2.0] }),
             ..Augmentation::default()
         };
         let normalise = Normalise { mean: vec![0.4], std: vec![0.3] };
@@ -163,6 +166,10 @@ proptest! {
             padding: 2,
             horizontal_flip: 0.5,
             vertical_flip: 0.1,
+            affine: RandomAffine { rotation: 20.0, translate: 0.2, scale: [0.5, 1.5], shear: 15.0 },
+            randaugment: Some(RandAugment { operations: 2, magnitude: 15 }),
+            blur: Some(RandomBlur { probability: 0.5, kernel: 5, sigma: [0.1, 2.0] }),
+            plain_first_view: false,
             jitter: ColorJitter { brightness: 0.4, contrast: 0.4, saturation: colour, hue: colour },
             erasing: Some(RandomErasing { probability: 0.5, area: [0.02, 0.33], ratio: [0.3, 3.3] }),
         };
@@ -185,5 +192,79 @@ proptest! {
         }
         // Validation samples never change.
         prop_assert_eq!(run(&valid_pipeline, size, &bytes, key(1)), run(&valid_pipeline, size, &bytes, key(2)));
+    }
+}
+
+/// Augmentations of bytes that change nothing, with all operations whose magnitude 0 is the identity.
+#[test]
+fn nothing_drawn_is_the_identity() {
+    for shape @ [height, width, channels] in [[1, 1, 1], [1, 1, 3], [7, 5, 3], [2, 9, 1], [33, 31, 3]] {
+        let bytes: Vec<u8> = (0..height * width * channels).map(|i| (i * 97 % 255) as u8).collect();
+        let augment = Augmentation {
+            affine: RandomAffine { rotation: 1e-300, ..RandomAffine::default() },
+            blur: Some(RandomBlur { probability: 1.0, kernel: 1, sigma: [1.0, 2.0] }),
+            ..Augmentation::default()
+        };
+        let pipeline = plain(shape, ResizeMode::Stretch).augmented(augment).unwrap();
+        assert_eq!(run(&pipeline, [height, width], &bytes, key(1)), units(&bytes));
+        for operation in randaugment::Operation::ALL {
+            use randaugment::Operation::{AutoContrast, Equalize};
+            let (mut image, mut spare) = (bytes.clone(), Vec::new());
+            operation.apply(0, true, shape, &mut image, &mut spare);
+            assert!(
+                image == bytes || matches!(operation, AutoContrast | Equalize),
+                "{operation:?} {shape:?}"
+            );
+        }
+    }
+}
+
+#[test]
+fn randaugment_needs_gray_or_rgb() {
+    let randaugment = Some(RandAugment { operations: 2, magnitude: 9 });
+    let augment = Augmentation { randaugment, ..Augmentation::default() };
+    let refused = plain([4, 4, 2], ResizeMode::Stretch).augmented(augment);
+    assert!(refused.unwrap_err().to_string().contains("one or three channels"));
+}
+
+#[test]
+fn the_first_view_is_plain_and_the_others_differ() {
+    let bytes: Vec<u8> = (0..75).map(|i| i * 3).collect();
+    let augment = Augmentation {
+        affine: RandomAffine { rotation: 90.0, ..RandomAffine::default() },
+        plain_first_view: true,
+        ..Augmentation::default()
+    };
+    let pipeline = plain([5, 5, 3], ResizeMode::Stretch).augmented(augment).unwrap();
+    let view = |epoch| run(&pipeline, [5, 5], &bytes, SampleKey { epoch, ..key(4) });
+    assert_eq!(view(0), units(&bytes));
+    assert!(view(1) != view(0) && view(2) != view(1) && view(1) == view(1));
+}
+
+/// The buffers take what the plan says, for every size and combination.
+#[test]
+fn scratch_is_as_planned() {
+    for shape @ [height, width, channels] in [[1, 1, 1], [31, 17, 3], [64, 40, 1]] {
+        let bytes = vec![7; height * width * channels];
+        for (affine, randaugment, blur) in [(true, false, false), (false, true, true), (false, false, true)] {
+            let augment = Augmentation {
+                affine: RandomAffine { rotation: if affine { 30.0 } else { 0.0 }, ..Default::default() },
+                randaugment: randaugment.then_some(RandAugment { operations: 16, magnitude: 30 }),
+                blur: blur.then_some(RandomBlur { probability: 1.0, kernel: 5, sigma: [1.0, 2.0] }),
+                ..Augmentation::default()
+            };
+            let pipeline = plain(shape, ResizeMode::Stretch).augmented(augment).unwrap();
+            let mut scratch = Scratch::default();
+            let mut out = vec![0.0; bytes.len()];
+            for sample in 0..20 {
+                let image = Image { height, width, pixels: Pixels::Bytes(&bytes) };
+                pipeline.apply(image, key(sample), &mut scratch, &mut SliceMut::F32(&mut out)).unwrap();
+            }
+            let [image, spare] = [&scratch.augment.image, &scratch.augment.spare].map(Vec::capacity);
+            let held = image + spare + 4 * scratch.augment.rows.capacity();
+            // The smallest allocation of a vector of bytes is 8.
+            let planned = pipeline.augment_bytes().max(24 + 4 * 4) as usize;
+            assert!(held > 0 && held <= planned, "{held} {planned}");
+        }
     }
 }

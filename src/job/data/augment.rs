@@ -26,6 +26,36 @@ pub struct AugmentConfig {
     /// Probability of a vertical flip.
     #[schemars(range(min = 0.0, max = 1.0))]
     pub vertical_flip: f64,
+    /// Rotates the image by a random angle of up to this many degrees in either direction; the corners become black.
+    #[schemars(range(min = 0.0, max = 180.0))]
+    pub rotation: f64,
+    /// Shifts the image by up to this fraction of its sides in each direction. With `rotation`, `scale` and `shear`,
+    /// this is one affine map, torchvision's `RandomAffine`.
+    #[schemars(range(min = 0.0, max = 1.0))]
+    pub translate: f64,
+    /// Range of the factor by which the image is enlarged about its center; below 1 it shrinks, with a black border.
+    #[schemars(inner(range(min = 0.01, max = 100.0)))]
+    pub scale: [f64; 2],
+    /// Shears the image by a random angle of up to this many degrees in either direction.
+    #[schemars(range(min = 0.0, max = 80.0))]
+    pub shear: f64,
+    /// RandAugment: this many operations per image, drawn from torchvision's fourteen (shear, translation, rotation,
+    /// brightness, color, contrast, sharpness, posterize, solarize, autocontrast, equalize, identity). 2 is usual; 0 is
+    /// off.
+    #[schemars(range(max = 16))]
+    pub randaugment: usize,
+    /// Magnitude of RandAugment's operations, of 30.
+    #[schemars(range(max = 30))]
+    pub randaugment_magnitude: usize,
+    /// Probability of a Gaussian blur.
+    #[schemars(range(min = 0.0, max = 1.0))]
+    pub blur: f64,
+    /// Width of the blur's kernel in pixels, an odd number.
+    #[schemars(range(min = 1, max = 255))]
+    pub blur_kernel: usize,
+    /// Range of the blur's standard deviation in pixels.
+    #[schemars(inner(range(min = 0.01, max = 100.0)))]
+    pub blur_sigma: [f64; 2],
     /// Brightness jitter x: multiplies all values by a random factor between 1 - x and 1 + x.
     #[schemars(range(min = 0.0, max = 10.0))]
     pub brightness: f64,
@@ -68,6 +98,15 @@ impl Default for AugmentConfig {
             crop_padding: 0,
             horizontal_flip: 0.0,
             vertical_flip: 0.0,
+            rotation: 0.0,
+            translate: 0.0,
+            scale: [1.0, 1.0],
+            shear: 0.0,
+            randaugment: 0,
+            randaugment_magnitude: 9,
+            blur: 0.0,
+            blur_kernel: 9,
+            blur_sigma: [0.1, 2.0],
             brightness: 0.0,
             contrast: 0.0,
             saturation: 0.0,
@@ -89,10 +128,12 @@ impl AugmentConfig {
     }
 
     /// The keys that are a lower and an upper bound.
-    pub fn ranges(&self) -> [(&'static str, [f64; 2]); 4] {
+    pub fn ranges(&self) -> [(&'static str, [f64; 2]); 6] {
         [
             ("random_resized_crop", self.random_resized_crop.unwrap_or_default()),
             ("crop_ratio", self.crop_ratio),
+            ("scale", self.scale),
+            ("blur_sigma", self.blur_sigma),
             ("erasing_area", self.erasing_area),
             ("erasing_ratio", self.erasing_ratio),
         ]

@@ -52,7 +52,7 @@ pub struct JsonConfig {
     pub columns: ColumnsConfig,
 }
 
-/// Parquet files; only the columns in use are read.
+/// Parquet files, of which only the columns in use are read, and Feather files (Arrow IPC).
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct ParquetConfig {
     #[serde(flatten)]

@@ -1,9 +1,12 @@
 //! Generated datasets: shapes and synthetic token sequences.
 
+use std::sync::Arc;
+
 use super::images::augment;
 use super::{Datasets, Failure};
 use crate::data::shapes::{self, ShapesDataset};
-use crate::data::{DatasetContext, sequences};
+use crate::data::transforms::Augmentation;
+use crate::data::{Dataset, DatasetContext, sequences};
 use crate::job;
 
 pub(super) fn shapes(
@@ -13,7 +16,20 @@ pub(super) fn shapes(
 ) -> Result<Datasets, Failure> {
     let part = |samples: usize, part| ShapesDataset::new(s.image_size, samples as u64, opening.seed, part);
     let train = part(s.train_samples, shapes::ShapesSplit::Train)?.augmented(augment(&s.augment), readers)?;
-    Datasets::new(train, part(s.valid_samples, shapes::ShapesSplit::Valid)?).with_mixing(&s.augment, readers)
+    let valid = part(s.valid_samples, shapes::ShapesSplit::Valid)?;
+    Datasets::new(train, valid).with_mixing(&s.augment, readers, opening)
+}
+
+/// The validation set, augmented for test time.
+pub(super) fn valid_shapes(
+    s: &job::ShapesConfig,
+    readers: usize,
+    augmentation: Augmentation,
+    opening: &DatasetContext,
+) -> Result<Arc<dyn Dataset>, Failure> {
+    let (samples, part) = (s.valid_samples as u64, shapes::ShapesSplit::Valid);
+    let valid = ShapesDataset::new(s.image_size, samples, opening.seed, part)?;
+    Ok(Arc::new(valid.augmented(augmentation, readers)?))
 }
 
 pub(super) fn sequences(s: &job::TextSyntheticConfig, context: usize, opening: &DatasetContext) -> Datasets {

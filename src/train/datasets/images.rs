@@ -13,7 +13,8 @@ use crate::data::images::{
 use crate::data::streaming::{SEQUENTIAL_WINDOW_BYTES, StreamingDataset};
 use crate::data::transforms::mix::{MixOptions, MixedDataset};
 use crate::data::transforms::{
-    self, ColorJitter, Normalise, Pipeline, RandomErasing, RandomResizedCrop, ResizeMode,
+    self, ColorJitter, Normalise, Pipeline, RandAugment, RandomAffine, RandomBlur, RandomErasing,
+    RandomResizedCrop, ResizeMode,
 };
 use crate::data::{DataError, Dataset, DatasetContext, split};
 use crate::job::{self, NormalizePreset, OneOrMany};
@@ -22,7 +23,7 @@ pub(super) fn idx(s: &job::IdxConfig, readers: usize, opening: &DatasetContext) 
     let train = open_idx(s, &s.train_images, &s.train_labels, augment(&s.augment), readers, opening)?;
     let plain = transforms::Augmentation::default();
     let valid = open_idx(s, &s.valid_images, &s.valid_labels, plain, readers, opening)?;
-    Datasets::new(train, valid).with_mixing(&s.augment, readers)
+    Datasets::new(train, valid).with_mixing(&s.augment, readers, opening)
 }
 
 fn open_idx(
@@ -93,7 +94,7 @@ pub(super) fn images(
             Datasets::new(train, valid)
         }
     };
-    sets.with_mixing(&s.augment, readers)
+    sets.with_mixing(&s.augment, readers, opening)
 }
 
 /// The normalization of images from files.
@@ -136,15 +137,15 @@ fn dataset(files: Arc<ImageFiles>, pipeline: &Pipeline, buffer: u64) -> Arc<dyn 
     }
 }
 
-/// Images for a trained model with these classes.
+/// Images for a trained model with these classes, augmented for test time.
 pub(super) fn open_trained(
     s: &job::ImagesConfig,
     classes: &[String],
     readers: usize,
-    samples: Samples,
+    (samples, augmentation): (Samples, transforms::Augmentation),
     opening: &DatasetContext,
 ) -> Result<Arc<dyn Dataset>, Failure> {
-    let (pipeline, options) = (eval_pipeline(s)?, image_options(s, readers));
+    let (pipeline, options) = (eval_pipeline(s)?.augmented(augmentation)?, image_options(s, readers));
     let classes = ClassNames::from_names(classes);
     let labelled = |files: &[PathBuf]| {
         let files = ImageFiles::open(files, options.clone(), Some(&classes), opening)?;
@@ -169,9 +170,14 @@ pub(super) fn open_trained(
 pub(super) fn open_trained_idx(
     s: &job::IdxConfig,
     readers: usize,
-    files: &[PathBuf],
+    (samples, augmentation): (Samples, transforms::Augmentation),
     opening: &DatasetContext,
 ) -> Result<Arc<dyn Dataset>, Failure> {
+    let own = [s.valid_images.clone(), s.valid_labels.clone()];
+    let files = match samples {
+        Samples::Valid => &own,
+        Samples::Labelled(files) | Samples::Unlabelled(files) => files,
+    };
     let [images, labels] = files else {
         return Err(DataError::InvalidSetting {
             name: "data",
@@ -180,26 +186,24 @@ pub(super) fn open_trained_idx(
         }
         .into());
     };
-    let s = job::IdxConfig { valid_images: images.clone(), valid_labels: labels.clone(), ..s.clone() };
-    Ok(Arc::new(open_idx(
-        &s,
-        &s.valid_images,
-        &s.valid_labels,
-        transforms::Augmentation::default(),
-        readers,
-        opening,
-    )?))
+    Ok(Arc::new(open_idx(s, images, labels, augmentation, readers, opening)?))
 }
 
 impl Datasets {
     /// Wraps the training set in mixup and CutMix, if the job sets them.
-    pub(super) fn with_mixing(self, augment: &job::AugmentConfig, readers: usize) -> Result<Self, Failure> {
+    pub(super) fn with_mixing(
+        self,
+        augment: &job::AugmentConfig,
+        readers: usize,
+        opening: &DatasetContext,
+    ) -> Result<Self, Failure> {
         let mixing =
             MixOptions { mixup: augment.mixup, cutmix: augment.cutmix, probability: augment.mix_chance };
         if mixing.is_off() {
             return Ok(self);
         }
-        Ok(Self { train: Arc::new(MixedDataset::new(self.train, mixing, readers)?), valid: self.valid })
+        let train = MixedDataset::new(self.train, mixing, readers, opening)?;
+        Ok(Self { train: Arc::new(train), valid: self.valid })
     }
 }
 
@@ -221,11 +225,16 @@ fn floats(values: &OneOrMany<f64>) -> Vec<f32> {
 /// Augmentations of an image, from the keys of the job.
 pub(super) fn augment(a: &job::AugmentConfig) -> transforms::Augmentation {
     let erasing = RandomErasing { probability: a.erasing, area: a.erasing_area, ratio: a.erasing_ratio };
+    let blur = RandomBlur { probability: a.blur, kernel: a.blur_kernel, sigma: a.blur_sigma };
+    let randaugment = RandAugment { operations: a.randaugment, magnitude: a.randaugment_magnitude };
     transforms::Augmentation {
         resized_crop: a.random_resized_crop.map(|scale| RandomResizedCrop { scale, ratio: a.crop_ratio }),
         padding: a.crop_padding,
         horizontal_flip: a.horizontal_flip,
         vertical_flip: a.vertical_flip,
+        affine: RandomAffine { rotation: a.rotation, translate: a.translate, scale: a.scale, shear: a.shear },
+        randaugment: (a.randaugment > 0).then_some(randaugment),
+        blur: (a.blur > 0.0).then_some(blur),
         jitter: ColorJitter {
             brightness: a.brightness,
             contrast: a.contrast,
@@ -233,5 +242,6 @@ pub(super) fn augment(a: &job::AugmentConfig) -> transforms::Augmentation {
             hue: a.hue,
         },
         erasing: (a.erasing > 0.0).then_some(erasing),
+        plain_first_view: false,
     }
 }

@@ -4,9 +4,11 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use super::{Datasets, Failure, images, language, readers, tables};
+use super::{Datasets, Failure, generated, images, language, readers, tables};
 use crate::base::features::TargetSpec;
 use crate::data::preprocessing::Preprocessing;
+use crate::data::transforms::Augmentation;
+use crate::data::views::TestTimeViews;
 use crate::data::{Dataset, DatasetContext};
 use crate::job::{self, Job, SourceConfig};
 
@@ -21,16 +23,67 @@ pub enum Samples<'a> {
     Unlabelled(&'a [PathBuf]),
 }
 
+/// Views of each image whose predictions are averaged.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum TestTimeAugmentation {
+    /// The image as it is.
+    #[default]
+    Off,
+    /// The image and its mirror image.
+    Flip,
+    /// The image and its augmentations by the job, so many views in all.
+    Views(u64),
+}
+
 /// A trained model, as far as its data is concerned.
 pub struct TrainedOn<'a> {
     pub job: &'a Job,
     pub preprocessing: &'a Preprocessing,
     /// The checkpoint's tokenizer, if the data is text.
     pub tokenizer: Option<&'a Path>,
+    pub test_time: TestTimeAugmentation,
 }
 
 impl TrainedOn<'_> {
+    /// Opens the samples; each is there as often as it has views, one after the other.
     pub fn open(&self, samples: Samples, opening: &DatasetContext) -> Result<Arc<dyn Dataset>, Failure> {
+        let (views, augmentation) = self.views()?;
+        let dataset = self.open_augmented(samples, augmentation, opening)?;
+        Ok(if views == 1 { dataset } else { Arc::new(TestTimeViews::new(dataset, views)) })
+    }
+
+    /// The number of views of a sample, and the augmentation of all but the first.
+    fn views(&self) -> Result<(u64, Augmentation), Failure> {
+        let of_job = self.job.data.source.augment();
+        let (views, augmentation) = match (self.test_time, of_job) {
+            (TestTimeAugmentation::Off, _) => return Ok((1, Augmentation::default())),
+            (_, None) => {
+                return Err(Failure::WrongTask {
+                    what: "`--tta` averages over views of an image, and the data of this run are no images",
+                    instead: "leave `--tta` out",
+                });
+            }
+            (TestTimeAugmentation::Flip, _) => {
+                (2, Augmentation { horizontal_flip: 1.0, ..Augmentation::default() })
+            }
+            (TestTimeAugmentation::Views(views), Some(of_job)) => (views, images::augment(of_job)),
+        };
+        if augmentation == Augmentation::default() {
+            return Err(Failure::WrongTask {
+                what: "`--tta N` draws views from the job's augmentations, and its `[data.augment]` has none \
+                       but mixing",
+                instead: "`--tta flip` averages over an image and its mirror image",
+            });
+        }
+        Ok((views, Augmentation { plain_first_view: true, ..augmentation }))
+    }
+
+    fn open_augmented(
+        &self,
+        samples: Samples,
+        augmentation: Augmentation,
+        opening: &DatasetContext,
+    ) -> Result<Arc<dyn Dataset>, Failure> {
         let job = self.job;
         if let Some(table) = tables::TableSource::of(job) {
             return table.open_trained(self.schema()?, samples, opening);
@@ -40,14 +93,11 @@ impl TrainedOn<'_> {
                 unreachable!("a table was opened above")
             }
             SourceConfig::Images(s) => {
-                images::open_trained(s, self.class_names(), readers(job), samples, opening)
+                images::open_trained(s, self.class_names(), readers(job), (samples, augmentation), opening)
             }
-            SourceConfig::Idx(s) => match samples {
-                Samples::Valid => Ok(Datasets::open(job, opening)?.valid),
-                Samples::Labelled(files) | Samples::Unlabelled(files) => {
-                    images::open_trained_idx(s, readers(job), files, opening)
-                }
-            },
+            SourceConfig::Idx(s) => {
+                images::open_trained_idx(s, readers(job), (samples, augmentation), opening)
+            }
             SourceConfig::Text(_) | SourceConfig::Tokens(_) | SourceConfig::Jsonl(_) => {
                 let job = self.language_job(samples);
                 let sets = match &job.data.source {
@@ -60,9 +110,8 @@ impl TrainedOn<'_> {
                 };
                 Ok(sets.valid)
             }
-            SourceConfig::Shapes(_) | SourceConfig::TextSynthetic(_) => {
-                Ok(Datasets::open(job, opening)?.valid)
-            }
+            SourceConfig::Shapes(s) => generated::valid_shapes(s, readers(job), augmentation, opening),
+            SourceConfig::TextSynthetic(_) => Ok(Datasets::open(job, opening)?.valid),
         }
     }
 

@@ -381,13 +381,6 @@ impl SourceBuilder<'_> {
         // One large image among small ones: decoding takes more than a sample does.
         let largest = if self.draw.chance(0.2) { self.scale.either(900, 2500) } else { 60 };
         self.augment(channels);
-        // Compressed archives are sequential, but mixing needs a second sample from anywhere: the trainer refuses
-        // such a job.
-        let packed = matches!(layout, ImageLayout::Tar(packing) if packing != FileCodec::Plain);
-        if let (true, Some(augment)) = (packed, self.data.get_mut("augment").and_then(|a| a.as_table_mut())) {
-            augment.remove("mixup");
-            augment.remove("cutmix");
-        }
         let valid = if own { valid.max(classes) } else { 0 };
         let files = ImageSpec {
             layout,
@@ -413,6 +406,15 @@ impl SourceBuilder<'_> {
             "crop_padding",
             "horizontal_flip",
             "vertical_flip",
+            "rotation",
+            "translate",
+            "scale",
+            "shear",
+            "randaugment",
+            "randaugment_magnitude",
+            "blur",
+            "blur_kernel",
+            "blur_sigma",
             "brightness",
             "contrast",
             "saturation",
@@ -434,10 +436,16 @@ impl SourceBuilder<'_> {
                 "random_resized_crop" => augment.set(key, vec![self.draw.float(0.05, 0.5), 1.0]),
                 "crop_ratio" | "erasing_ratio" => augment.set(key, vec![0.5, 2.0]),
                 "erasing_area" => augment.set(key, vec![0.02, 0.4]),
+                "rotation" | "shear" => augment.set(key, self.draw.pick(&[5.0, 30.0, 80.0])),
+                "scale" => augment.set(key, vec![self.draw.float(0.2, 1.0), self.draw.float(1.0, 3.0)]),
+                "randaugment" => augment.number(key, self.draw.within(1..=4)),
+                "randaugment_magnitude" => augment.number(key, self.draw.within(0..=30)),
+                "blur_kernel" => augment.number(key, self.draw.pick(&[1, 3, 9, 31])),
+                "blur_sigma" => augment.set(key, vec![self.draw.float(0.05, 0.5), self.draw.float(0.5, 6.0)]),
                 "crop_padding" => augment.number(key, self.draw.within(1..=6)),
                 "mixup" | "cutmix" => augment.set(key, self.draw.pick(&[0.2, 1.0])),
                 "hue" => augment.set(key, self.draw.pick(&[0.1, 0.5])),
-                "horizontal_flip" | "vertical_flip" | "erasing" | "mix_chance" => {
+                "horizontal_flip" | "vertical_flip" | "erasing" | "blur" | "mix_chance" => {
                     augment.set(key, self.draw.pick(&[0.3, 0.5, 1.0]))
                 }
                 _ => augment.set(key, self.draw.float(0.1, 0.8)),

@@ -194,3 +194,53 @@ fn check_warns_of_identifiers_copies_of_the_target_and_rows_in_both_sets() {
     assert!(warnings[0].contains("column `copy` equals the target"), "{warnings:?}");
     assert!(warnings[1].contains("column `name` has as many values as training rows, 30"), "{warnings:?}");
 }
+
+/// A damaged Arrow file is an error or other values, never a panic or an allocation without bounds.
+#[test]
+fn damaged_arrow_files_are_errors() {
+    use crate::base::random::RngKey;
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data");
+    let (mut refused, mut read_through) = (0, 0);
+    for name in ["lz4.feather", "zstd.feather", "uncompressed.feather", "views.arrow"] {
+        let whole = fs::read(folder.join(name)).unwrap();
+        for seed in 0..400 {
+            let mut draws = RngKey::new(seed, 1).rng();
+            let mut bytes = whole.clone();
+            match seed % 8 {
+                0 => bytes.truncate(draws.below(whole.len() as u64) as usize),
+                // The metadata is at the end.
+                flips => (0..flips).for_each(|_| {
+                    let reach = if seed % 2 == 0 { whole.len() } else { 2000 };
+                    let at = whole.len() - 1 - draws.below(reach as u64) as usize;
+                    bytes[at] = draws.bits() as u8;
+                }),
+            }
+            let fixture = TableFixture::new();
+            let path = [fixture.file("a.feather", &bytes)];
+            let settings = TableSettings {
+                task: TableTask::Regression,
+                on_missing: MissingPolicy::Zero,
+                ..target(&["y"])
+            };
+            let read_all = fixture
+                .open(&path, &path, TableFileFormat::Parquet, &settings)
+                .and_then(|(set, _)| (0..set.len()).try_for_each(|i| read(&set, i).map(drop)));
+            match read_all {
+                Ok(()) => read_through += 1,
+                Err(_) => refused += 1,
+            }
+        }
+    }
+    assert!(refused > 200 && read_through > 50, "{refused} {read_through}");
+}
+
+#[test]
+fn arrow_files_are_refused_where_they_cannot_be_read() {
+    let fixture = TableFixture::new();
+    let path = [fixture.file("old.feather", b"FEA1 and more")];
+    let old = fixture.open(&path, &path, TableFileFormat::Parquet, &target(&["y"])).err().unwrap();
+    assert!(old.to_string().contains("version 1") && old.hint().unwrap().contains("to_parquet"), "{old}");
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data");
+    let as_text = detected(fs::read(folder.join("lz4.feather")).unwrap(), &target(&["y"])).err().unwrap();
+    assert!(as_text.hint().unwrap().contains("data.kind = \"parquet\""), "{as_text}");
+}
