@@ -132,3 +132,9 @@ bench-csv *ARGS:
 interop:
     cargo build --release --bins --examples
     python3 scripts/interop.py
+
+# train on real tables and images, and compare the metrics with scikit-learn's (needs pandas and scikit-learn)
+[group('prove')]
+real-sets *ARGS:
+    cargo build --release
+    python3 scripts/real-sets.py target/release/trainer {{ ARGS }}
