@@ -110,6 +110,12 @@ trial SEED:
 faults:
     TRAINER_FAULT_SWEEP=all cargo test --test integration faults:: -- --nocapture
 
+# drive `trainer fit` in tmux at several widths, show the screen at each stage, and check it
+[group('prove')]
+terminal *WIDTHS:
+    cargo build --release
+    scripts/terminal-snapshots.sh target/release/trainer {{ WIDTHS }}
+
 # train three epochs on a dataset 20 times larger than MIB of memory (10 GiB of data: just flat 512)
 [group('measure')]
 flat MIB="52":

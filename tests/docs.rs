@@ -48,10 +48,16 @@ fn trainer(folder: &Path, args: &[&str]) -> Finished {
     finish(command(folder, args).envs(DATASETS.map(|(name, path)| (name, dataset(path)))))
 }
 
+/// Templates for data of the reader's own, whose files are not here.
+const OWN_DATA: [&str; 5] = ["chat", "csv", "images", "text", "tokens"];
+
 /// The jobs in `configs/` whose data is here.
 pub fn configs_with_data() -> Vec<PathBuf> {
     let configs = fs::read_dir(root().join("configs")).unwrap().map(|entry| entry.unwrap().path());
     let has_data = |config: &PathBuf| {
+        if OWN_DATA.iter().any(|name| config.file_stem().is_some_and(|stem| stem == *name)) {
+            return false;
+        }
         let text = fs::read_to_string(config).unwrap();
         let lacks =
             |(name, path): &(&str, &str)| text.contains(&format!("${{{name}}}")) && !dataset(path).exists();
@@ -151,9 +157,51 @@ fn the_two_commands_stand_in_the_readme() {
 #[test]
 fn every_template_is_a_config_and_every_config_a_template() {
     let listed = trainer(root(), &["init", "--list"]).expect(0).text();
-    let listed: std::collections::BTreeSet<String> =
-        listed.lines().filter_map(|line| line.split_whitespace().next()).map(str::to_owned).collect();
+    let listed: std::collections::BTreeSet<String> = listed
+        .lines()
+        .filter_map(|line| line.strip_prefix("  ")?.split_whitespace().next())
+        .map(str::to_owned)
+        .collect();
     let configs = fs::read_dir(root().join("configs")).unwrap().map(|entry| entry.unwrap().path());
     let stems = configs.filter_map(|path| Some(path.file_stem()?.to_str()?.to_owned())).collect();
     assert_eq!(listed, stems);
+}
+
+/// The templates for data of the reader's own train on files of the names and formats that they state.
+#[test]
+fn templates_for_own_data_train_on_such_files() {
+    let folder = tempfile::tempdir().unwrap();
+    let rows: String =
+        (0..200).map(|i| format!("{},{},{}\n", i % 7, ["red", "green"][i % 2], i % 3)).collect();
+    let words: String = (0..2000).map(|i| ["the ", "cat ", "sat.\n"][i % 3]).collect();
+    let chats: String = (0..60)
+        .map(|i| {
+            format!(
+                "{{\"messages\": [{{\"role\": \"user\", \"content\": \"what is {i}?\"}}, {{\"role\": \"assistant\", \
+                 \"content\": \"a number\"}}]}}\n"
+            )
+        })
+        .collect();
+    let ids = |n: u16| (0..n).flat_map(|i| (i % 300).to_le_bytes()).collect::<Vec<u8>>();
+    let mut files: Vec<(String, Vec<u8>)> = vec![
+        ("train.csv".into(), format!("size,color,target\n{rows}").into_bytes()),
+        ("input.txt".into(), words.into_bytes()),
+        ("chats.jsonl".into(), chats.into_bytes()),
+        ("train.bin".into(), ids(5000)),
+        ("val.bin".into(), ids(2000)),
+    ];
+    for i in 0..24 {
+        let image = [&b"P5 20 20 255\n"[..], &[(i * 10) as u8; 400]].concat();
+        files.push((format!("photos/{}/{i}.pgm", ["cat", "dog"][i % 2]), image));
+    }
+    crate::harness::write_files(folder.path(), &files);
+    for template in OWN_DATA {
+        let file = format!("{template}.toml");
+        let said = trainer(folder.path(), &["init", template, "-o", &file]).expect(0).stdout;
+        assert!(said.contains("set `train` in it"), "{said}");
+        let first: String = fs::read_to_string(folder.path().join(&file)).unwrap().lines().take(6).collect();
+        assert!(first.contains("Set `train`"), "{template}: {first}");
+        let fit = ["fit", &file, "-q", "--max-steps", "2", "--set", "train.batch_size=4"];
+        trainer(folder.path(), &fit).expect(0);
+    }
 }

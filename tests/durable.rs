@@ -319,7 +319,7 @@ fn an_evaluation_that_was_not_kept_is_made_again() {
     bench.assert_same_result("run", &whole.path("run"));
     let rows = bench.read("run/metrics.jsonl");
     assert_eq!(rows.lines().filter(|row| row.contains("valid.loss")).count(), 2, "each once: {rows}");
-    let best = |bench: &RunFixture| bench.events("finished").last().unwrap()["best_step"].clone();
+    let best = |bench: &RunFixture| bench.events("finished").last().unwrap()["best"]["step"].clone();
     assert_eq!(best(&bench), best(&whole));
 }
 

@@ -237,7 +237,8 @@ pub fn tensors(run: &Path) -> Vec<(String, Vec<u8>)> {
 pub struct FinalState {
     pub tensors: Vec<(String, Vec<u8>)>,
     pub metrics: Value,
-    pub best_step: Value,
+    /// Step and value of the best checkpoint.
+    pub best: Value,
     pub samples_digest: Value,
 }
 
@@ -248,20 +249,24 @@ impl FinalState {
         let events = events(run);
         let end = events.last().expect("the run has events");
         assert_eq!(end["event"], "finished", "{end}");
-        let [metrics, best_step, samples_digest] =
-            ["metrics", "best_step", "samples_digest"].map(|key| end[key].clone());
-        Self { tensors: tensors(run), metrics, best_step, samples_digest }
+        let [metrics, samples_digest] = ["metrics", "samples_digest"].map(|key| end[key].clone());
+        let best = ["step", "value"].map(|key| end["best"][key].clone()).to_vec().into();
+        Self { tensors: tensors(run), metrics, best, samples_digest }
     }
 
     /// What differs, if anything.
     pub fn difference(&self, other: &Self) -> Option<String> {
         let values = |state: &Self| {
-            Value::from([&state.metrics, &state.best_step, &state.samples_digest].map(Clone::clone).to_vec())
+            Value::from([&state.metrics, &state.best, &state.samples_digest].map(Clone::clone).to_vec())
         };
         let files =
             |state: &Self| -> Vec<String> { state.tensors.iter().map(|file| file.0.clone()).collect() };
         if values(self) != values(other) {
-            return Some(format!("metrics, best step and samples: {} and {}", values(self), values(other)));
+            return Some(format!(
+                "metrics, best checkpoint and samples: {} and {}",
+                values(self),
+                values(other)
+            ));
         }
         if files(self) != files(other) {
             return Some(format!("tensor files: {:?} and {:?}", files(self), files(other)));

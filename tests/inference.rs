@@ -119,7 +119,7 @@ fn a_bad_row_stops_or_is_a_row_with_an_error_as_the_job_says() {
     let args = ["run", "new.csv", "-o", "out.jsonl", "--set", "data.on_bad_record=skip", "--with-inputs"];
     let ended = trainer(folder.path(), &[&["predict"], &args[..]].concat()).expect(4);
     assert!(
-        ended.stderr.contains("1 bad rows") && ended.stderr.contains("`color`: 1 cells"),
+        ended.stderr.contains("error: 1 bad row: ") && ended.stderr.contains("training row had in 1 cell"),
         "{}",
         ended.stderr
     );

@@ -185,7 +185,21 @@ fn usage() {
     snapshot("unknown_command_json", "", &["train", "--json"]);
     snapshot("unknown_device", "", &["probe", "--device", "gpu"]);
     snapshot("help", "", &["--help"]);
-    snapshot("help_fit", "", &["fit", "--help"]);
+    for name in [
+        "fit",
+        "check",
+        "eval",
+        "predict",
+        "generate",
+        "export",
+        "verify",
+        "probe",
+        "schema",
+        "init",
+        "completions",
+    ] {
+        snapshot(&format!("help_{name}"), "", &[name, "--help"]);
+    }
 }
 
 #[test]
@@ -203,6 +217,8 @@ fn color_is_asked_for() {
 fn init_writes_a_job_that_checks_and_never_overwrites() {
     let folder = job_folder("mine");
     snapshot("init_list", "", &["init", "--list"]);
+    snapshot("init_unknown", "", &["init", "table"]);
+    snapshot("init_similar", "", &["init", "image", "-o", "new.toml"]);
     snapshot("init_exists", "mine", &["init", "-o", "job.toml"]);
     for template in ["quickstart", "mlp"] {
         let file = format!("{template}.toml");

@@ -31,6 +31,7 @@ mod runs;
 mod streams;
 mod supervisor;
 mod tables;
+mod terminal;
 mod verify;
 
 use trainer::memory::measure::CountingAllocator;

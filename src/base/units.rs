@@ -159,6 +159,19 @@ pub fn format_count(n: u64) -> String {
     out
 }
 
+/// A count of things: `1 row`, `2 rows`, `1,234 bad batches`. `noun` is the singular.
+pub fn counted(n: u64, noun: &str) -> String {
+    let count = format_count(n);
+    match noun.strip_suffix('y') {
+        _ if n == 1 => format!("{count} {noun}"),
+        Some(stem) if !stem.ends_with(['a', 'e', 'o', 'u']) => format!("{count} {stem}ies"),
+        _ if ["s", "x", "tch", "nch", "sh"].iter().any(|end| noun.ends_with(end)) => {
+            format!("{count} {noun}es")
+        }
+        _ => format!("{count} {noun}s"),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -198,6 +211,15 @@ mod tests {
         assert_eq!(Bytes(1536 << 20).to_string(), "1.50 GiB");
         assert_eq!(Bytes(17).to_string(), "17 B");
         assert_eq!(format_count(1_234_567), "1,234,567");
+        assert_eq!(
+            ["bad row", "class", "batch", "category"].map(|noun| counted(1, noun)),
+            ["1 bad row", "1 class", "1 batch", "1 category"]
+        );
+        assert_eq!(
+            ["bad row", "class", "batch", "category", "day"].map(|noun| counted(2_000, noun)),
+            ["2,000 bad rows", "2,000 classes", "2,000 batches", "2,000 categories", "2,000 days"]
+        );
+        assert_eq!(["epoch", "launch"].map(|noun| counted(0, noun)), ["0 epochs", "0 launches"]);
         assert_eq!(format_count(0), "0");
     }
 }

@@ -5,7 +5,7 @@ use serde_json::{Value, json};
 
 use super::{CommonArgs, Exit, JobFile, print_line, start_threads};
 use crate::base::MicroBatchSpec;
-use crate::base::units::{Bytes, format_count};
+use crate::base::units::{Bytes, counted, format_count};
 use crate::job::{Job, RunLength};
 use crate::layers::Layer;
 use crate::report::data;
@@ -13,7 +13,7 @@ use crate::report::plan::parameter_counts;
 use crate::train::Failure;
 use crate::train::setup::Setup;
 
-/// Find every mistake in a job and open its data, without training
+/// Find mistakes in a job and show how its data is read, without training
 #[derive(Clone, Debug, Args)]
 #[command(after_help = "\
 Examples:
@@ -139,15 +139,14 @@ fn layer_table(rows: &[LayerRow]) -> String {
 /// Summarizes the job in a line or two.
 fn summary(job: &Job) -> String {
     let length = match job.train.length() {
-        RunLength::Epochs(1) => "1 epoch".to_owned(),
-        RunLength::Epochs(n) => format!("{n} epochs"),
-        RunLength::Steps(n) => format!("{n} steps"),
+        RunLength::Epochs(n) => counted(n, "epoch"),
+        RunLength::Steps(n) => counted(n, "step"),
     };
     format!(
-        "ok: {} trains {} on {} for {length}, {} samples per update",
+        "ok: {} trains {} on {} for {length}, {} per update",
         job.name,
         job.model.kind(),
         job.data.source.kind(),
-        job.train.samples_per_update(),
+        counted(job.train.samples_per_update() as u64, "sample"),
     )
 }

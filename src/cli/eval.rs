@@ -1,12 +1,14 @@
 //! `trainer eval`: the metrics of a trained model.
 
+use std::fmt;
 use std::io::{self, IsTerminal};
 use std::path::PathBuf;
 
 use clap::Args;
-use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressState, ProgressStyle};
 
 use super::{CommonArgs, Exit, print_line, start_threads};
+use crate::base::units::{counted, format_count};
 use crate::data::DatasetContext;
 use crate::inference::evaluate::{Evaluation, TaskMetrics, evaluate};
 use crate::inference::session::SessionOptions;
@@ -98,9 +100,12 @@ pub fn sample_bar(display: DisplayOptions, samples: u64, verb: &str) -> Progress
     if display.interactive && display.verbosity > Verbosity::Quiet {
         bar.set_draw_target(ProgressDrawTarget::stderr_with_hz(4));
     }
-    let template = format!("{verb} {{bar:24}} {{pos}}/{{len}} samples  {{per_sec}}  {{eta}} left");
+    let template = format!("{verb} {{bar:16}} {{pos}}/{{len}} samples  {{rate}}  {{eta}} left");
     if let Ok(style) = ProgressStyle::with_template(&template) {
-        bar.set_style(style);
+        let rate = |state: &ProgressState, out: &mut dyn fmt::Write| {
+            let _ = write!(out, "{}/s", format_count(state.per_sec().round() as u64));
+        };
+        bar.set_style(style.with_key("rate", rate));
     }
     bar
 }
@@ -129,7 +134,7 @@ impl EvalArgs {
             false => lines(&evaluation).iter().try_for_each(print_line)?,
         }
         if evaluation.skipped > 0 && !common.quiet {
-            eprintln!("{} bad records were left out", evaluation.skipped);
+            eprintln!("left out: {}", counted(evaluation.skipped as u64, "bad record"));
         }
         Ok(Exit::Done)
     }
@@ -155,7 +160,10 @@ fn lines(evaluation: &Evaluation) -> Vec<String> {
             ));
         }
         if names.len() > MAX_LISTED_CLASSES {
-            lines.push(format!("... {} more classes: `--json` lists all", names.len() - MAX_LISTED_CLASSES));
+            lines.push(format!(
+                "... {}: `--json` lists all",
+                counted((names.len() - MAX_LISTED_CLASSES) as u64, "more class")
+            ));
         }
     }
     lines

@@ -5,6 +5,7 @@ use std::io::{self, IsTerminal, Write};
 
 use serde_json::{Value, json};
 
+use super::CommonArgs;
 use crate::data::DataError;
 use crate::job;
 use crate::train::Failure;
@@ -137,46 +138,52 @@ fn is_broken_pipe(error: &anyhow::Error) -> bool {
         .any(|cause| cause.downcast_ref::<io::Error>().is_some_and(|e| e.kind() == io::ErrorKind::BrokenPipe))
 }
 
-/// Reports `error` to people on stderr and, with `json`, to programs on stdout. Returns its exit code.
-pub fn report_error(error: &anyhow::Error, json: bool, color: super::ColorChoice) -> Exit {
+/// Reports `error` to people on stderr and, with `--json`, to programs on stdout. Returns its exit code. `resume` is the
+/// command that resumes the run, if the command is one that trains.
+pub fn report_error(error: &anyhow::Error, common: &CommonArgs, resume: Option<String>) -> Exit {
     let exit = Exit::from_error(error);
+    let hint = hint(error, resume.as_deref());
     if exit != Exit::Done {
-        let text = colorize(&error_text(error), color.enabled(io::stderr().is_terminal()));
+        let text =
+            colorize(&error_text(error, hint.as_deref()), common.color.enabled(io::stderr().is_terminal()));
         // If stdout and stderr are both closed, only the exit code is left.
         let _ = writeln!(io::stderr().lock(), "{text}");
-        if json {
-            let _ = writeln!(io::stdout().lock(), "{}", error_json(error, exit));
+        if common.json {
+            let _ = writeln!(io::stdout().lock(), "{}", error_json(error, exit, hint));
         }
     }
     exit
 }
 
-fn hint(error: &anyhow::Error) -> Option<String> {
+fn hint(error: &anyhow::Error, resume: Option<&str>) -> Option<String> {
     match error.downcast_ref::<Failure>() {
-        Some(failure) => failure.hint(),
+        Some(failure) => match resume.filter(|_| failure.is_disk_full()) {
+            Some(command) => failure.hint().map(|hint| format!("{hint}, then resume with `{command}`")),
+            None => failure.hint(),
+        },
         None => error.downcast_ref::<CliError>()?.hint.clone(),
     }
 }
 
-fn error_text(error: &anyhow::Error) -> String {
+fn error_text(error: &anyhow::Error, hint: Option<&str>) -> String {
     if let Some(errors) = error.downcast_ref::<job::JobErrors>() {
         return errors.to_string();
     }
     let mut text = format!("error: {error}");
     error.chain().skip(1).for_each(|cause| text += &format!("\n  caused by: {cause}"));
-    hint(error).into_iter().for_each(|hint| text += &format!("\n  hint: {hint}"));
+    hint.into_iter().for_each(|hint| text += &format!("\n  hint: {hint}"));
     text
 }
 
 /// The error as one JSON document; mistakes in a job are its `problems`.
-fn error_json(error: &anyhow::Error, exit: Exit) -> Value {
+fn error_json(error: &anyhow::Error, exit: Exit, hint: Option<String>) -> Value {
     let causes: Vec<String> = error.chain().skip(1).map(|cause| cause.to_string()).collect();
     match error.downcast_ref::<job::JobErrors>() {
         Some(errors) => {
             json!({ "error": { "exit_code": exit.code(), "message": "the job is not valid", "problems": errors } })
         }
         None => json!({ "error": {
-            "exit_code": exit.code(), "message": error.to_string(), "causes": causes, "hint": hint(error),
+            "exit_code": exit.code(), "message": error.to_string(), "causes": causes, "hint": hint,
         } }),
     }
 }
@@ -205,12 +212,24 @@ mod tests {
     use super::*;
     use anyhow::Context;
 
+    /// Only a command that trains can be resumed.
+    #[test]
+    fn a_full_disk_says_how_to_resume_what_can_be_resumed() {
+        let full = || anyhow::Error::from(Failure::io("write", "out.csv")(io::ErrorKind::StorageFull.into()));
+        assert!(!hint(&full(), None).unwrap().contains("resume"));
+        let resume = hint(&full(), Some("trainer fit job.toml --resume")).unwrap();
+        assert!(
+            resume.ends_with("free some space, then resume with `trainer fit job.toml --resume`"),
+            "{resume}"
+        );
+    }
+
     #[test]
     fn an_error_keeps_its_exit_code_under_context() {
         let cli_error = CliError { exit: Exit::Data, message: "no rows".into(), hint: None };
         let error = Err::<(), _>(cli_error).context("cannot open the data").unwrap_err();
         assert_eq!(Exit::from_error(&error), Exit::Data);
-        assert_eq!(error_text(&error), "error: cannot open the data\n  caused by: no rows");
+        assert_eq!(error_text(&error, None), "error: cannot open the data\n  caused by: no rows");
         assert_eq!(Exit::from_error(&anyhow::anyhow!("disk")), Exit::Failure);
         assert_eq!(Exit::from_error(&io::Error::from(io::ErrorKind::BrokenPipe).into()), Exit::Done);
     }

@@ -1,5 +1,6 @@
 //! `trainer fit`: train a job.
 
+use std::ffi::OsStr;
 use std::fmt::Display;
 use std::io::{self, IsTerminal};
 use std::path::{Path, PathBuf};
@@ -7,49 +8,55 @@ use std::str::FromStr;
 
 use clap::Args;
 
-use super::{CliError, CommonArgs, Exit, JobFile, plan, start_threads};
+use super::{CliError, CommonArgs, DeviceArg, Exit, JobFile, plan, start_threads};
 use crate::base::units::Bytes;
 use crate::events::{EventLog, JsonStream, MetricsLog, Reporter, Summary};
 use crate::job::Job;
 use crate::memory::pressure::PressureMonitor;
 use crate::memory::{alloc_failure, probe};
 use crate::planner::budget;
-use crate::report::{TensorBoard, Terminal};
+use crate::report::{DisplayOptions, TensorBoard, Terminal};
 use crate::train::fault_injection::{FaultHooks, InjectedCrashes};
 use crate::train::run::{RunOptions, RunOutcome};
 use crate::train::run_dir::{RequestedRun, RunDir};
 use crate::train::run_lock::RunLock;
 use crate::train::setup::Setup;
-use crate::train::signals::{Signal, SignalSource, Signals};
+use crate::train::signals::{LastWords, Signal, SignalSource, Signals};
 use crate::train::supervisor::WorkerOrders;
 use crate::train::{self, Failure};
 
-/// Train a job
+/// Train a job, or resume a run
 #[derive(Clone, Debug, Args)]
 #[command(after_help = "\
 Examples:
-  trainer fit job.toml
-  trainer fit job.toml --set optimizer.lr=3e-4 --set train.steps=1000
-  trainer fit job.toml --run-dir runs/first
-  trainer fit job.toml --run-dir runs/first --resume     resume it, or start it
-  trainer fit job.toml --frozen                          only with the plan in job.lock
-  trainer fit job.toml --json > events.jsonl")]
+  trainer fit job.toml                                   a new run in runs/NAME/TIMESTAMP
+  trainer fit job.toml --set optimizer.lr=3e-4           with another learning rate
+  trainer fit job.toml --resume                          continue the last run of this job
+  trainer fit job.toml --resume --set train.epochs=20    train a finished run for longer
+  trainer fit job.toml --run-dir runs/first --resume     in this folder: continue it, or start it
+  trainer fit job.toml --frozen                          only with the memory plan in job.lock
+  trainer fit job.toml --json > events.jsonl             everything that happens, for a program
+
+Ctrl-C finishes the update and writes a checkpoint; a second Ctrl-C leaves at once. In both cases the run can be \
+resumed, and ends with the same weights as if nothing had happened.
+
+A run's folder has checkpoints/, events.jsonl, metrics.jsonl, summary.json, and tensorboard/.")]
 pub struct FitArgs {
     #[command(flatten)]
     pub job: JobFile,
-    /// Resume the run in RUN, or in --run-dir, or the last active run of the job's name
+    /// Resume the run in the folder RUN, or in --run-dir, or the last one of this job's name
     #[arg(long, value_name = "RUN", num_args = 0..=1, value_hint = clap::ValueHint::DirPath)]
     pub resume: Option<Option<PathBuf>>,
-    /// Stop, with a checkpoint, after this many updates in total
+    /// Stop after this many steps (updates) in total, with a checkpoint; --resume continues
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     pub max_steps: Option<u64>,
-    /// Folder of the run [default: runs/NAME/TIMESTAMP]
+    /// Folder to create for the run [default: runs/NAME/TIMESTAMP]
     #[arg(long, value_name = "DIR", value_hint = clap::ValueHint::DirPath)]
     pub run_dir: Option<PathBuf>,
     /// Print the memory plan and stop, as `trainer plan` does
     #[arg(long)]
     pub dry_run: bool,
-    /// Resume although the data changed since the run was trained on it
+    /// Resume even though the data has changed since
     #[arg(long)]
     pub allow_changed_data: bool,
     #[command(flatten)]
@@ -103,6 +110,8 @@ impl FitArgs {
                 )
             }
         };
+        let display = common.display_options(io::stderr().is_terminal());
+        let signals = Signals::watch(signal_source, self.last_words(common, display, &requested))?;
         let options = RunOptions {
             requested,
             runs: PathBuf::from(RUNS_DIR),
@@ -114,7 +123,7 @@ impl FitArgs {
             own_process: true,
             opening: common.open_options(),
             injected_oom: fault_from_env("TRAINER_FAULT_OOM")?,
-            signals: Signals::watch(signal_source)?,
+            signals: signals.clone(),
             pressure_monitor: match std::env::var_os("TRAINER_FAULT_PRESSURE") {
                 Some(file) => PressureMonitor::File(file.into()),
                 None => PressureMonitor::System(None),
@@ -131,7 +140,6 @@ impl FitArgs {
             },
         };
         let tensorboard = job.log.tensorboard;
-        let display = common.display_options(io::stderr().is_terminal());
         let json = common.json;
         let make_reporter = |folder: &RunDir, resumed: bool| {
             let history = match resumed && folder.events().exists() {
@@ -143,7 +151,11 @@ impl FitArgs {
             if tensorboard {
                 reporter = reporter.with_optional(TensorBoard::new(&folder.tensorboard()));
             }
-            reporter = reporter.with_optional(Terminal::new(io::stderr(), display, history));
+            let terminal = Terminal::new(io::stderr(), display, history)
+                .with_resume_command(self.resume_command(common, &folder.root))
+                .live(reporter.activity.clone(), signals)
+                .map_err(Failure::io("start a thread for", "stderr"))?;
+            reporter = reporter.with_optional(terminal);
             Ok(if json { reporter.with_optional(JsonStream(io::stdout())) } else { reporter })
         };
         // Run on a pool thread, so that a kernel hands work to the other workers instead of waking the pool from
@@ -163,6 +175,58 @@ impl FitArgs {
 }
 
 impl FitArgs {
+    /// The command that resumes the run in this folder, to paste into a shell.
+    fn resume_command(&self, common: &CommonArgs, run: &Path) -> String {
+        self.command(common, [OsStr::new("--resume"), run.as_os_str()])
+    }
+
+    /// The command that resumes whichever run this command line names.
+    pub fn resume_newest_command(&self, common: &CommonArgs) -> String {
+        let run = self.resume.as_ref().and_then(|run| run.as_ref()).map(|run| run.as_os_str());
+        let folder = self.run_dir.iter().flat_map(|dir| [OsStr::new("--run-dir"), dir.as_os_str()]);
+        self.command(common, folder.chain([OsStr::new("--resume")]).chain(run))
+    }
+
+    /// This command line as far as it decides the experiment, and these arguments.
+    fn command<'a>(&self, common: &CommonArgs, more: impl IntoIterator<Item = &'a OsStr>) -> String {
+        let program = std::env::args_os().next().unwrap_or_else(|| "trainer".into());
+        let mut words = vec![program, "fit".into(), self.job.path.clone().into()];
+        for set in &common.set {
+            words.extend(["--set".into(), set.into()]);
+        }
+        match common.device {
+            DeviceArg::Auto => {}
+            DeviceArg::Cpu => words.extend(["--device".into(), "cpu".into()]),
+            DeviceArg::Cuda(ordinal) => words.extend(["--device".into(), format!("cuda:{ordinal}").into()]),
+        }
+        if common.uses_reference() {
+            words.extend(["--backend".into(), "reference".into()]);
+        }
+        words.extend(more.into_iter().map(OsStr::to_owned));
+        words.iter().map(|word| shell_quoted(&word.to_string_lossy())).collect::<Vec<_>>().join(" ")
+    }
+
+    /// What a second signal, or one before the run has begun, leaves on the screen.
+    fn last_words(
+        &self,
+        common: &CommonArgs,
+        display: DisplayOptions,
+        requested: &RequestedRun,
+    ) -> LastWords {
+        if common.quiet {
+            return LastWords::default();
+        }
+        let clear = if display.interactive { "\r\x1b[K" } else { "" };
+        let folder = requested.run_dir.as_deref().unwrap_or(Path::new(RUNS_DIR));
+        let resume = self.resume_command(common, folder);
+        LastWords {
+            starting: format!("{clear}stopped before the first update\n"),
+            running: format!(
+                "{clear}stopped at once: the updates since the last checkpoint will be repeated\nresume   {resume}\n"
+            ),
+        }
+    }
+
     /// The run directory, and the exclusive lock on it.
     fn acquire_run_dir(&self, job: &Job) -> Result<(RunDir, RunLock), Failure> {
         let requested = RequestedRun { run_dir: self.run_dir.clone(), resume: self.resume.clone() };
@@ -174,6 +238,15 @@ impl FitArgs {
                 owner => return Ok((folder, owner?)),
             }
         }
+    }
+}
+
+/// A word for a POSIX shell.
+fn shell_quoted(word: &str) -> String {
+    let is_plain = |c: char| c.is_ascii_alphanumeric() || "_-./=:,@%+".contains(c);
+    match !word.is_empty() && word.chars().all(is_plain) {
+        true => word.to_owned(),
+        false => format!("'{}'", word.replace('\'', r"'\''")),
     }
 }
 
@@ -190,4 +263,31 @@ fn fault_from_env<T: FromStr<Err: Display>>(name: &str) -> anyhow::Result<Option
     let Ok(text) = std::env::var(name) else { return Ok(None) };
     let invalid = |error| CliError::usage(format!("invalid `{name}`: {error}"), "unset it: it is for tests");
     Ok(Some(text.parse().map_err(invalid)?))
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+    use crate::cli::{Cli, Command};
+
+    /// Everything that decides the experiment is repeated, whatever a shell makes of its characters.
+    #[test]
+    fn the_resume_command_can_be_pasted() {
+        let resume = |args: &[&str]| {
+            let cli = Cli::parse_from([&["trainer", "fit"], args].concat());
+            let Command::Fit(fit) = &cli.command else { panic!("not a fit") };
+            let full = fit.resume_command(&cli.common, Path::new("runs/a b/1"));
+            let newest = fit.resume_newest_command(&cli.common);
+            [full, newest].map(|text| text.split_once(" fit ").unwrap().1.to_owned())
+        };
+        let plain = resume(&["job.toml", "-v", "--max-steps", "3"]);
+        assert_eq!(plain, ["job.toml --resume 'runs/a b/1'", "job.toml --resume"]);
+        let quoted = resume(&["a job.toml", "--set", "name=it's", "--device", "cpu", "--run-dir", "out"]);
+        let experiment = r"'a job.toml' --set 'name=it'\''s' --device cpu";
+        assert_eq!(quoted[0], format!("{experiment} --resume 'runs/a b/1'"));
+        assert_eq!(quoted[1], format!("{experiment} --run-dir out --resume"));
+        assert_eq!(resume(&["job.toml", "--resume", "runs/x"])[1], "job.toml --resume runs/x");
+    }
 }

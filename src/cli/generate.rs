@@ -10,7 +10,7 @@ use serde_json::json;
 use super::eval::{ModelArgs, opening, session_options};
 use super::{CliError, CommonArgs, Exit, print_line, start_threads};
 use crate::base::regular_file;
-use crate::base::units::Bytes;
+use crate::base::units::{Bytes, counted};
 use crate::graph::network::StepError;
 use crate::inference::generate::language_model::{LanguageModel, LoadError, ModelText, context};
 use crate::inference::generate::sampler::Sampling;
@@ -215,7 +215,8 @@ impl GenerateArgs {
         }
         if !common.quiet && throughput.seconds > 0.0 {
             let Throughput { tokens, seconds } = throughput;
-            eprintln!("{tokens} tokens in {seconds:.1} s, {:.1} tokens/s", tokens as f64 / seconds);
+            let (count, rate) = (counted(tokens as u64, "token"), tokens as f64 / seconds);
+            eprintln!("{count} in {seconds:.1} s, {rate:.1} tokens/s");
         }
         Ok(Exit::Done)
     }

@@ -33,30 +33,32 @@ use crate::planner::budget;
 use crate::report::{DisplayOptions, ScanProgress, Verbosity};
 pub use exit::{CliError, Exit};
 
-/// Trains a declared model within a memory budget.
-///
-/// A job file declares the experiment. The trainer plans its memory before the first step, shrinks the
-/// micro-batch if the job as written does not fit, and resumes an interrupted run exactly.
+/// Train models from a job file, within the memory of this machine
 #[derive(Debug, Parser)]
 #[command(
     name = "trainer",
     version,
+    before_help = "\
+A job is a TOML file: the model, the data, the optimizer, and how long to train. `trainer fit` trains it in a \
+folder, the run, which the other commands take.",
     after_help = "\
-Examples:
-  trainer init -o job.toml                 write a commented job to start from
-  trainer check job.toml                   find every mistake in a job
+First steps:
+  trainer init --list                      templates: csv, images, text, chat, resnet, gpt and more
+  trainer init csv -o job.toml             write one to a file, and edit it
+  trainer check job.toml                   find mistakes, and see how the data is read
   trainer plan job.toml                    how much memory it takes, and whether it fits
-  trainer fit job.toml                     train it
-  trainer verify job.toml                  check that the memory plan does not change its result
-  trainer eval RUN                         metrics of a trained model
-  trainer predict RUN new.csv -o out.csv   predictions of a trained model
-  trainer export RUN --format onnx -o DIR  a trained model for other tools
-  trainer generate RUN --prompt Once       text of a trained language model
-  trainer fit job.toml --set train.epochs=20 --resume
+  trainer fit job.toml                     train it; Ctrl-C stops it with a checkpoint
+  trainer fit job.toml --resume            continue the last run
+
+With a trained model (RUN is a folder such as runs/job/20260101-000000):
+  trainer eval RUN                         its metrics
+  trainer predict RUN new.csv -o out.csv   predictions for new data
+  trainer generate RUN --prompt Once       text of a language model
+  trainer export RUN --format onnx -o DIR  for transformers, llama.cpp, ONNX Runtime
 
 Exit codes:
   0 success          1 the run failed     2 bad usage or bad job     3 does not fit in memory
-  4 bad data         5 loss not finite    130, 143 interrupted, checkpoint written"
+  4 bad data         5 loss not finite    130, 143 interrupted, can be resumed"
 )]
 pub struct Cli {
     #[command(flatten)]
@@ -69,16 +71,16 @@ pub struct Cli {
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Common options")]
 pub struct CommonArgs {
-    /// Set a key of the job, such as `train.batch_size=32`; may be repeated
+    /// Override a key of the job, such as train.batch_size=32; may be repeated
     #[arg(long, global = true, value_name = "KEY=VALUE")]
     pub set: Vec<String>,
-    /// Device to train on: auto, cpu, cuda or cuda:N
+    /// Device to compute on: auto, cpu, cuda or cuda:N
     #[arg(long, global = true, value_name = "DEVICE", default_value = "auto")]
     pub device: DeviceArg,
-    /// Kernels to compute with: those of the device, or candle's own operations in f32, which are slower
+    /// Kernels: those of the device, or candle's own operations in f32, slower, to compare with
     #[arg(long, global = true, value_name = "BACKEND", default_value = "auto")]
     pub backend: BackendArg,
-    /// Print JSON on stdout: one document, or one per line
+    /// Print JSON on stdout, for programs: one document, or one per line
     #[arg(long, global = true)]
     pub json: bool,
     /// Print only errors and warnings
@@ -141,23 +143,25 @@ impl CommonArgs {
             (_, true) => Verbosity::Verbose,
             _ => Verbosity::Normal,
         };
-        DisplayOptions { verbosity, color: self.color.enabled(terminal), interactive: terminal }
+        // A dumb terminal cannot redraw a line.
+        let interactive = terminal && std::env::var_os("TERM").is_none_or(|term| term != "dumb");
+        DisplayOptions { verbosity, color: self.color.enabled(terminal), interactive }
     }
 }
 
 #[derive(Debug, Subcommand)]
 pub enum Command {
-    Fit(fit::FitArgs),
-    Plan(plan::PlanArgs),
+    Init(init::InitArgs),
     Check(check::CheckArgs),
-    Verify(verify::VerifyArgs),
+    Plan(plan::PlanArgs),
+    Fit(fit::FitArgs),
     Eval(eval::EvalArgs),
     Predict(predict::PredictArgs),
-    Export(export::ExportArgs),
     Generate(generate::GenerateArgs),
+    Export(export::ExportArgs),
+    Verify(verify::VerifyArgs),
     Probe(probe::ProbeArgs),
     Schema(schema::SchemaArgs),
-    Init(init::InitArgs),
     Completions(completions::CompletionsArgs),
 }
 
@@ -211,7 +215,7 @@ fn gpu_error(error: GpuError) -> CliError {
 /// When to color the output.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum ColorChoice {
-    /// On a terminal, unless `NO_COLOR` is set
+    // On a terminal, unless `NO_COLOR` is set. A doc comment would give every help page its long form.
     Auto,
     Always,
     Never,
@@ -231,7 +235,7 @@ impl ColorChoice {
 /// The job file of a command.
 #[derive(Clone, Debug, Args)]
 pub struct JobFile {
-    /// The job, a TOML file
+    /// The job file (TOML)
     #[arg(value_name = "JOB", value_hint = clap::ValueHint::FilePath)]
     pub path: PathBuf,
 }
@@ -248,7 +252,7 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> Exit {
     if !matches!(cli.command, Command::Fit(_))
         && let Err(error) = crate::memory::alloc_failure::exit_on_alloc_abort(Exit::Memory.code().into())
     {
-        return exit::report_error(&error.into(), common.json, common.color);
+        return exit::report_error(&error.into(), common, None);
     }
     if let Err(error) = dispatch::requested() {
         let hint = format!(
@@ -256,11 +260,7 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> Exit {
             dispatch::ENV_VAR,
             Dispatch::best().name()
         );
-        return exit::report_error(
-            &CliError::usage(error.to_string(), hint).into(),
-            common.json,
-            common.color,
-        );
+        return exit::report_error(&CliError::usage(error.to_string(), hint).into(), common, None);
     }
     let result = match &cli.command {
         Command::Fit(fit) => fit.run(common),
@@ -276,7 +276,11 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> Exit {
         Command::Init(init) => init.run(),
         Command::Completions(completions) => completions.run(),
     };
-    result.unwrap_or_else(|error| exit::report_error(&error, common.json, common.color))
+    let resume = || match &cli.command {
+        Command::Fit(fit) => Some(fit.resume_newest_command(common)),
+        _ => None,
+    };
+    result.unwrap_or_else(|error| exit::report_error(&error, common, resume()))
 }
 
 /// Starts the compute thread pool before anything uses it: a system that refuses a thread is then an error, not a

@@ -6,7 +6,7 @@ use std::path::Path;
 use clap::Args;
 
 use super::{CliError, CommonArgs, Exit, JobFile, print_line, start_threads};
-use crate::base::units::{Bytes, MemorySize};
+use crate::base::units::{Bytes, MemorySize, counted};
 use crate::base::{ComputeCapability, HOPPER};
 use crate::job::Job;
 use crate::memory::probe;
@@ -20,7 +20,7 @@ use crate::report;
 use crate::train::setup::Setup;
 use crate::train::{Failure, autotune};
 
-/// Show how much memory a job takes and whether it fits
+/// Show how much memory a job takes and whether it fits, without training
 #[derive(Clone, Debug, Args)]
 #[command(after_help = "\
 Examples:
@@ -78,10 +78,10 @@ const MIN_CAPABILITY_MAJOR: u32 = 8;
 /// The lock beside a job.
 #[derive(Clone, Copy, Debug, Default, Args)]
 pub struct LockArgs {
-    /// Write the plan to JOB.lock beside the job, for review
+    /// Write the memory plan to a file beside the job (job.lock for job.toml), for review
     #[arg(long, conflicts_with = "frozen")]
     pub lock: bool,
-    /// Refuse, with exit code 3, a plan that differs from JOB.lock
+    /// Refuse, with exit code 3, a memory plan that differs from that file
     #[arg(long)]
     pub frozen: bool,
 }
@@ -150,7 +150,8 @@ pub fn print_plan(plan: &MemoryPlan, strict: bool, common: &CommonArgs) -> anyho
         print_line(serde_json::to_string_pretty(plan)?)?;
     } else if !common.quiet {
         let display = common.display_options(io::stdout().is_terminal());
-        report::plan::lines(plan, display).iter().try_for_each(print_line)?;
+        let lines = report::plan::lines(plan, display);
+        report::fit_terminal(lines, &console::Term::stdout()).iter().try_for_each(print_line)?;
     }
     Ok(match plan.verdict {
         PlanVerdict::Fits => Exit::Done,
@@ -165,7 +166,8 @@ pub fn eprint_plan(plan: &MemoryPlan, common: &CommonArgs) -> io::Result<()> {
         return Ok(());
     }
     let display = common.display_options(io::stderr().is_terminal());
-    report::plan::lines(plan, display).iter().try_for_each(|line| writeln!(io::stderr().lock(), "{line}"))
+    let lines = report::fit_terminal(report::plan::lines(plan, display), &console::Term::stderr());
+    lines.iter().try_for_each(|line| writeln!(io::stderr().lock(), "{line}"))
 }
 
 impl LockArgs {
@@ -233,7 +235,7 @@ fn describe_machine_change(was: &plan_lock::LockedMachine, now: &plan_lock::Lock
     let describe = |m: &plan_lock::LockedMachine| {
         let vram =
             if m.vram_bytes > 0 { format!(" and {} of vram", Bytes(m.vram_bytes)) } else { String::new() };
-        format!("{} threads, {} of ram{vram}", m.threads, Bytes(m.ram_bytes))
+        format!("{}, {} of ram{vram}", counted(m.threads as u64, "thread"), Bytes(m.ram_bytes))
     };
     format!("it was planned for {}, this machine has {}", describe(was), describe(now))
 }

@@ -8,6 +8,7 @@ use clap::{Args, ValueEnum};
 
 use super::eval::{ModelArgs, opening, parse_test_time, sample_bar, session_options};
 use super::{CliError, CommonArgs, Exit, start_threads};
+use crate::base::units::counted;
 use crate::data::table::TableRows;
 use crate::inference::predict::{InputRows, OutputFormat, PredictOptions, PredictSummary, predict};
 use crate::inference::trained_model::TrainedModel;
@@ -136,23 +137,24 @@ impl PredictArgs {
     fn report(&self, common: &CommonArgs, summary: &PredictSummary) -> anyhow::Result<Exit> {
         if !common.quiet {
             eprintln!(
-                "{} rows{}",
-                summary.rows,
+                "{}{}",
+                counted(summary.rows, "row"),
                 match &self.output {
                     Some(path) => format!(" in {}", path.display()),
                     None => String::new(),
                 }
             );
             for (column, cells) in &summary.unseen_categories {
-                eprintln!(
-                    "warning: column `{column}`: {cells} cells have a category that no training row had"
-                );
+                let cells = counted(*cells, "cell");
+                eprintln!("warning: column `{column}`: a category that no training row had in {cells}");
             }
         }
         match &summary.first_error {
             None => Ok(Exit::Done),
             Some(first) => {
-                eprintln!("error: {} bad rows, the first: {first}", summary.bad_rows);
+                let bad = counted(summary.bad_rows, "bad row");
+                let the_first = if summary.bad_rows == 1 { "" } else { ", the first" };
+                eprintln!("error: {bad}{the_first}: {first}");
                 Ok(Exit::Data)
             }
         }

@@ -13,15 +13,15 @@ use crate::planner::budget;
 use crate::report::{self, Verbosity};
 use crate::train::Failure;
 use crate::train::setup::Setup;
-use crate::train::signals::{Signal, SignalSource, Signals};
+use crate::train::signals::{LastWords, Signal, SignalSource, Signals};
 use crate::train::verify::{VerifyEvent, VerifyOptions, VerifyReport, verify};
 
-/// Check that a job's result does not depend on splits, recomputation, retries and resumes
+/// Check that memory-saving measures do not change the result of a job
 #[derive(Clone, Debug, Args)]
 #[command(after_help = "\
-Runs a few updates as planned, then repeats them in other splits, with recomputation, with an injected OOM and
-across a resume, and compares losses, gradients, weights and samples. The last repetition, `candle`, computes with
-candle's own operations and autograd instead of our kernels. Exit code 1 if they differ.
+Runs a few updates as planned, then repeats them in other micro-batches, with recomputation, after an injected \
+out-of-memory error and across a resume, and compares losses, gradients, weights and samples. The last repetition, \
+`candle`, computes with candle's own operations and autograd instead of our kernels. Exit code 1 if they differ.
 
 Examples:
   trainer verify job.toml
@@ -47,8 +47,10 @@ impl VerifyArgs {
             updates: self.updates,
             ram,
             folder: PathBuf::from("runs").join(format!("verify-{}", std::process::id())),
-            signals: Signals::watch(SignalSource::Anyone)?,
+            signals: Signals::watch(SignalSource::Anyone, LastWords::default())?,
         };
+        // The first signal lets it remove its folder.
+        options.signals.begin();
         let display = common.display_options(io::stderr().is_terminal());
         let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::hidden());
         if display.interactive && display.verbosity > Verbosity::Quiet {

@@ -2,7 +2,7 @@
 
 use std::{io, path::PathBuf, sync::Arc};
 
-use crate::base::units::Bytes;
+use crate::base::units::{Bytes, counted};
 
 /// An error in the data or in reading it. The message states what was found, [`DataError::hint`] what to do about it.
 /// `Clone`, because a failed loader returns the same error again.
@@ -38,7 +38,7 @@ pub enum DataError {
     #[error("`{}` has trailing bytes: its header declares only {declared}", file.display())]
     TrailingBytes { file: PathBuf, declared: u64 },
 
-    #[error("`{}` has {images} images, but `{}` has {labels} labels", images_file.display(), labels_file.display())]
+    #[error("`{}` has {}, but `{}` has {}", images_file.display(), counted(*images, "image"), labels_file.display(), counted(*labels, "label"))]
     CountMismatch { images_file: PathBuf, images: u64, labels_file: PathBuf, labels: u64 },
 
     /// One bad value. `record` counts from 0; `column` is `None` if records have no columns.
@@ -57,7 +57,7 @@ pub enum DataError {
     #[error("`{}`{}: {problem}", file.display(), at(place))]
     Record { file: PathBuf, place: String, problem: String },
 
-    #[error("{count} bad records, more than the limit of {limit}; the first: {}", first.join("; "))]
+    #[error("{}, more than the limit of {limit}; the first: {}", counted(*count, "bad record"), first.join("; "))]
     TooManyBad { count: u64, limit: u64, first: Vec<String> },
 
     #[error("{what} changed since it was opened: {found}")]

@@ -20,6 +20,7 @@ use twox_hash::XxHash3_128;
 
 use super::cache::{Cache, CacheKey};
 use super::{DataError, ProgressObserver};
+use crate::base::units::counted;
 pub use inputs::{FingerprintInput, InputKind};
 
 /// The data of a run, as its checkpoints record it.
@@ -375,8 +376,8 @@ fn describe_change(was: &SourceFingerprint, is: &SourceFingerprint) -> Option<St
     }
     let SourceFingerprint { key, path, .. } = is;
     let size = |s: &SourceFingerprint| match s.files {
-        0 | 1 => format!("{} bytes", s.bytes),
-        n => format!("{n} files of {} bytes", s.bytes),
+        0 | 1 => counted(s.bytes, "byte"),
+        n => format!("{n} files of {}", counted(s.bytes, "byte")),
     };
     let files = match is.files {
         0 | 1 => String::new(),

@@ -8,6 +8,7 @@ use std::collections::BTreeMap;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
+use super::nullable;
 use crate::base::Phase;
 use crate::planner::MemoryPlan;
 
@@ -25,6 +26,21 @@ pub struct EventRecord {
 pub struct MemoryBytes {
     pub ram: u64,
     pub vram: u64,
+}
+
+/// The best checkpoint of a run.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+pub struct BestCheckpoint {
+    /// Updates applied before it was written.
+    pub step: u64,
+    /// Its folder.
+    pub path: String,
+    /// The job's `checkpoint.best`.
+    pub metric: String,
+    /// Its value; `null` if not finite.
+    #[serde(deserialize_with = "nullable::number")]
+    #[schemars(with = "Option<f64>")]
+    pub value: f64,
 }
 
 fn one() -> f64 {
@@ -75,6 +91,16 @@ pub enum Event {
         /// run to resume that does not exist.
         skipped: Vec<String>,
     },
+    /// The resumed run has nothing left to train; a `finished` follows.
+    NothingLeft {
+        /// Updates applied.
+        step: u64,
+        /// Why, for people.
+        reason: String,
+        /// The key of the job, or the flag, to change for more updates: `train.epochs`, `train.steps`, `stop.patience`,
+        /// `--max-steps`, ...
+        key: String,
+    },
     /// The weights start from those that the job's `train.init` names.
     Initialized {
         /// Tensors taken as they are.
@@ -90,7 +116,7 @@ pub enum Event {
     Step {
         /// Updates so far, including this one.
         step: u64,
-        /// Epochs finished before this update's first sample.
+        /// The epoch of the update, from 1.
         epoch: u64,
         /// Mean training loss over the update's samples; `null` if not finite.
         #[serde(deserialize_with = "nullable::number")]
@@ -132,7 +158,7 @@ pub enum Event {
     Eval {
         /// Updates applied before it.
         step: u64,
-        /// Epochs finished before it.
+        /// The epoch of the last update, from 1; 0 before the first.
         epoch: u64,
         /// `valid.loss`, `valid.accuracy`, ...; `null` if not finite.
         #[serde(deserialize_with = "nullable::numbers")]
@@ -162,7 +188,9 @@ pub enum Event {
         path: String,
         /// The job's `checkpoint.best`.
         metric: String,
-        /// Its value.
+        /// Its value; `null` if not finite.
+        #[serde(deserialize_with = "nullable::number")]
+        #[schemars(with = "Option<f64>")]
         value: f64,
     },
     /// A reservation failed: out of memory.
@@ -322,7 +350,7 @@ pub enum Event {
     Diverged {
         /// The update that was not applied.
         step: u64,
-        /// Epochs finished before it.
+        /// The epoch of the update, from 1.
         epoch: u64,
         /// `NaN`, `inf` or `-inf`; if the update was applied and a weight became non-finite, the name of that weight.
         loss: String,
@@ -338,20 +366,25 @@ pub enum Event {
         /// The message, including its causes.
         error: String,
     },
-    /// The run finished.
+    /// The run finished, or `--max-steps` stopped it.
     Finished {
         /// Updates applied.
         steps: u64,
-        /// Epochs started.
+        /// Why it ended before the last update of the job: `--max-steps 40 of 940`, or the reason of a `stopped_early`;
+        /// `null` if the run is complete.
+        #[serde(default)]
+        stopped: Option<String>,
+        /// The epoch of the last update, from 1: an epoch that has begun counts.
         epochs: u64,
         /// Samples trained on.
         samples: u64,
-        /// Last value of every metric, and `best.NAME` for the metric that selected the best checkpoint.
+        /// Last value of every metric.
         #[serde(deserialize_with = "nullable::numbers")]
         #[schemars(with = "BTreeMap<String, Option<f64>>")]
         metrics: BTreeMap<String, f64>,
-        /// Step of the best checkpoint; `null` if there is none.
-        best_step: Option<u64>,
+        /// The best checkpoint; `null` if there is none.
+        #[serde(default)]
+        best: Option<BestCheckpoint>,
         /// The planned peak.
         planned_peak_bytes: MemoryBytes,
         /// The measured peak: of the heap on the host, of allocated memory on the device.
@@ -371,23 +404,6 @@ pub enum Event {
         #[serde(default)]
         bad_records: u64,
     },
-}
-
-/// JSON has no `NaN`: serde writes a non-finite number as `null`. It must read back, because the events of a diverged
-/// run have to stay readable.
-pub(crate) mod nullable {
-    use std::collections::BTreeMap;
-
-    use serde::{Deserialize, Deserializer};
-
-    pub fn number<'de, D: Deserializer<'de>>(deserializer: D) -> Result<f64, D::Error> {
-        Ok(Option::deserialize(deserializer)?.unwrap_or(f64::NAN))
-    }
-
-    pub fn numbers<'de, D: Deserializer<'de>>(deserializer: D) -> Result<BTreeMap<String, f64>, D::Error> {
-        let values = BTreeMap::<String, Option<f64>>::deserialize(deserializer)?;
-        Ok(values.into_iter().map(|(name, value)| (name, value.unwrap_or(f64::NAN))).collect())
-    }
 }
 
 #[cfg(test)]

@@ -4,14 +4,18 @@
 //! write it is an error of the run. Every other sink is optional and dropped when it fails: its output can be rebuilt
 //! from the events.
 
+pub mod activity;
 pub mod event;
 pub mod jsonl;
+pub(crate) mod nullable;
 pub mod summary;
 
 use std::io;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
+pub use activity::Activity;
 pub use event::{Event, EventRecord};
 pub use jsonl::{EventLog, JsonStream, MetricsLog};
 pub use summary::Summary;
@@ -47,6 +51,8 @@ pub struct Reporter {
     clock: Box<dyn FnMut() -> f64 + Send>,
     required: Vec<Box<dyn Sink>>,
     optional: Vec<Box<dyn Sink>>,
+    /// What the run is doing between two events; sinks may read a clone of it.
+    pub activity: Arc<Activity>,
 }
 
 impl Default for Reporter {
@@ -58,7 +64,8 @@ impl Default for Reporter {
 impl Reporter {
     /// `clock` returns seconds since the Unix epoch.
     pub fn with_clock(clock: impl FnMut() -> f64 + Send + 'static) -> Self {
-        Self { clock: Box::new(clock), required: Vec::new(), optional: Vec::new() }
+        let activity = Arc::default();
+        Self { clock: Box::new(clock), required: Vec::new(), optional: Vec::new(), activity }
     }
 
     /// Adds a sink whose failure is an error of the run.

@@ -11,8 +11,9 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 
 use super::ReportError;
-use super::event::{Event, EventRecord, MemoryBytes, nullable};
+use super::event::{BestCheckpoint, Event, EventRecord, MemoryBytes};
 use super::jsonl::complete_lines;
+use super::nullable;
 
 /// How a run ended, or that it has not.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -24,16 +25,10 @@ pub enum RunState {
     Interrupted,
     Diverged,
     Failed,
+    /// Ended by `--max-steps`, before the last update of the job.
+    Stopped,
+    /// Complete, or ended by the job's `[stop]`.
     Finished,
-}
-
-/// The best checkpoint so far.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct BestCheckpoint {
-    pub step: u64,
-    /// The metric that selected it, if known, and the other metrics of the evaluation at that step.
-    #[serde(deserialize_with = "nullable::numbers")]
-    pub metrics: BTreeMap<String, f64>,
 }
 
 /// A run in numbers: the contents of `summary.json`.
@@ -49,11 +44,13 @@ pub struct Summary {
     pub parameters: u64,
     pub steps: u64,
     pub total_steps: u64,
+    /// The epoch of the last update, from 1: an epoch that has begun counts.
     pub epochs: u64,
     pub samples: u64,
     /// Last value of each metric: `train.loss`, `valid.loss`, ...
     #[serde(deserialize_with = "nullable::numbers")]
     pub metrics: BTreeMap<String, f64>,
+    /// The best checkpoint so far.
     pub best: Option<BestCheckpoint>,
     /// Path of the newest checkpoint.
     pub checkpoint: Option<String>,
@@ -99,7 +96,8 @@ struct FoldState {
     steps_per_epoch: u64,
     samples_per_update: u64,
     evals: BTreeMap<u64, BTreeMap<String, f64>>,
-    best_steps: Vec<u64>,
+    /// The best checkpoints, each better than the one before.
+    bests: Vec<BestCheckpoint>,
     /// Checkpoint paths by step.
     checkpoints: BTreeMap<u64, String>,
 }
@@ -188,15 +186,17 @@ impl Summary {
                 self.checkpoint = Some(path.clone());
                 self.fold.checkpoints.insert(*step, path.clone());
             }
-            Event::Best { step, .. } => {
-                self.fold.best_steps.push(*step);
-                self.best = self.fold.best();
+            Event::Best { step, path, metric, value } => {
+                let (path, metric) = (path.clone(), metric.clone());
+                self.fold.bests.push(BestCheckpoint { step: *step, path, metric, value: *value });
+                self.best = self.fold.bests.last().cloned();
             }
             Event::Oom { .. } => self.ooms += 1,
             Event::Shrunk { .. } => self.shrunk += 1,
             Event::Grown { .. } => self.grown += 1,
             Event::Restarted { .. } => self.restarts += 1,
             Event::Initialized { .. }
+            | Event::NothingLeft { .. }
             | Event::Pressure { .. }
             | Event::Corrected { .. }
             | Event::CudaGraphCaptured { .. }
@@ -224,7 +224,8 @@ impl Summary {
                 epochs,
                 samples,
                 metrics,
-                best_step,
+                stopped,
+                best,
                 planned_peak_bytes,
                 measured_peak_bytes,
                 resident_peak_bytes,
@@ -235,7 +236,12 @@ impl Summary {
                 bad_records,
             } => {
                 self.bad_records = *bad_records;
-                (self.state, self.reason) = (RunState::Finished, self.fold.stopped_early.take());
+                let early = self.fold.stopped_early.take();
+                self.state = match (stopped, &early) {
+                    (Some(_), None) => RunState::Stopped,
+                    _ => RunState::Finished,
+                };
+                self.reason = early.or_else(|| stopped.clone());
                 (self.steps, self.epochs, self.samples) = (*steps, *epochs, *samples);
                 (self.elapsed_s, self.data_wait_s) = (*elapsed_s, *data_wait_s);
                 self.planned_peak_bytes = *planned_peak_bytes;
@@ -246,18 +252,17 @@ impl Summary {
                 peak.vram = peak.vram.max(measured_peak_bytes.vram);
                 self.budget_bytes = *budget_bytes;
                 self.samples_digest.clone_from(samples_digest);
-                let (best, last): (BTreeMap<_, _>, BTreeMap<_, _>) =
-                    metrics.clone().into_iter().partition(|(name, _)| name.starts_with("best."));
+                // Runs of older versions listed the best value here.
+                let last = metrics.clone().into_iter().filter(|(name, _)| !name.starts_with("best."));
                 self.metrics.extend(last);
-                let best: BTreeMap<_, _> =
-                    best.into_iter().map(|(name, value)| (name["best.".len()..].to_owned(), value)).collect();
-                if let Some(step) = *best_step {
-                    let known = self.fold.evals.get(&step).cloned().unwrap_or_default();
-                    self.best =
-                        Some(BestCheckpoint { step, metrics: if best.is_empty() { known } else { best } });
-                }
+                self.best = best.clone().or(self.best.take());
             }
         }
+    }
+
+    /// Whether the process has nothing more to do for the run.
+    pub fn has_ended(&self) -> bool {
+        self.state != RunState::Unfinished
     }
 
     /// Forgets everything after `step`, which is about to be repeated.
@@ -271,12 +276,12 @@ impl Summary {
             self.metrics.remove("train.loss");
         }
         fold.evals.retain(|s, _| *s <= step);
-        fold.best_steps.retain(|s| *s <= step);
+        fold.bests.retain(|best| best.step <= step);
         fold.checkpoints.retain(|s, _| *s <= step);
         let train = self.metrics.remove_entry("train.loss");
         self.metrics = fold.evals.values().next_back().cloned().unwrap_or_default();
         self.metrics.extend(train);
-        self.best = fold.best();
+        self.best = fold.bests.last().cloned();
         self.checkpoint = fold.checkpoints.values().next_back().cloned();
     }
 
@@ -305,11 +310,6 @@ impl FoldState {
         let per_epoch = self.steps_per_epoch.max(1);
         let whole = step / per_epoch * self.train_samples;
         whole + (step % per_epoch * self.samples_per_update).min(self.train_samples)
-    }
-
-    fn best(&self) -> Option<BestCheckpoint> {
-        let step = *self.best_steps.last()?;
-        Some(BestCheckpoint { step, metrics: self.evals.get(&step).cloned().unwrap_or_default() })
     }
 }
 

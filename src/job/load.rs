@@ -12,6 +12,7 @@ use super::error::{ErrorCode, JobError, JobErrors};
 use super::source_map::{SourceLocation, SourceMap, WHOLE_FILE};
 use super::{Job, overrides, rules, schema};
 use crate::base::regular_file;
+use crate::base::units::counted;
 
 /// Maximum size of a job file.
 const MAX_BYTES: u64 = 1 << 20;
@@ -64,7 +65,11 @@ impl Job {
                 found.truncate(MAX_ERRORS);
                 found.push((
                     WHOLE_FILE,
-                    JobError::new(ErrorCode::More, format!("{more} more mistakes are not shown")).into(),
+                    JobError::new(
+                        ErrorCode::More,
+                        format!("not shown: {}", counted(more as u64, "more mistake")),
+                    )
+                    .into(),
                 ));
             }
             let placed = |(span, error): SpannedError| JobError { location: sources.locate(span), ..*error };

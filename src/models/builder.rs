@@ -2,6 +2,7 @@
 
 use super::BuiltModel;
 use crate::base::features::{Features, InputSpec, TargetSpec};
+use crate::base::units::counted;
 use crate::graph::network::{LayerBlock, Network, Node};
 use crate::job::LossKind;
 use crate::kernels::Activation;
@@ -300,8 +301,10 @@ impl NetworkBuilder {
 /// The targets of the data, for error messages.
 pub(super) fn describe_target(target: &TargetSpec) -> String {
     match target {
-        TargetSpec::Class { names } | TargetSpec::MixedClass { names } => format!("{} classes", names.len()),
-        TargetSpec::Values { len } => format!("{len} values per sample"),
+        TargetSpec::Class { names } | TargetSpec::MixedClass { names } => {
+            counted(names.len() as u64, "class")
+        }
+        TargetSpec::Values { len } => format!("{} per sample", counted(*len as u64, "value")),
         TargetSpec::Tokens => "the next token as target".into(),
     }
 }

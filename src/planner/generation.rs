@@ -9,7 +9,7 @@ use candle_core::DType;
 
 use super::estimate::{GEMM_WORKSPACE_BYTES, PROGRAM_HEAP_BYTES, SMALL_ALLOCATION_BYTES};
 use crate::base::features::{Features, InputSpec, TargetSpec};
-use crate::base::units::Bytes;
+use crate::base::units::{Bytes, counted};
 use crate::base::{Backend, MicroBatchSpec, Role};
 use crate::graph::decoding::{DecodingError, DecodingNetwork};
 use crate::graph::network::Executor;
@@ -83,7 +83,7 @@ impl GenerationMemory {
 pub enum GenerationPlanError {
     #[error("a model of kind `{kind}` does not generate text: {why}")]
     NoTextModel { kind: &'static str, why: String },
-    #[error("{tokens} tokens exceed the model's context of {context}")]
+    #[error("{}: the model's context is {context}", counted(*tokens as u64, "token"))]
     Context { tokens: usize, context: usize },
     #[error(
         "generation needs {} and {} may be used: weights {}, key-value cache {}, passes {}, the rest {}",

@@ -7,7 +7,7 @@ use serde::{Serialize, Serializer};
 use serde_json::{Map, Value, json};
 
 use crate::base::features::{Features, InputSpec, TargetSpec};
-use crate::base::units::format_count;
+use crate::base::units::{counted, format_count};
 use crate::data::warnings::{self, WARNING};
 use crate::data::{BatchValues, DataError, Dataset, HostBatch, LengthStats, SampleKey};
 use crate::kernels::cross_entropy::IGNORE_INDEX;
@@ -68,17 +68,19 @@ pub fn preview(
 ) -> Result<DataPreview, DataError> {
     let features = train.features();
     let input = match &features.input {
+        InputSpec::Floats { shape } if shape.iter().product::<usize>() == 1 => "1 number".into(),
         InputSpec::Floats { shape } => format!("{shape:?} numbers"),
         InputSpec::Tabular { num_numeric: numbers, cardinalities: categories } => {
-            format!("{numbers} numbers and {} categories to embed", categories.len())
+            let (numbers, categories) = (*numbers as u64, categories.len() as u64);
+            format!("{} and {} to embed", counted(numbers, "number"), counted(categories, "category"))
         }
-        InputSpec::Tokens { length, vocab } => format!("{length} tokens of {vocab}"),
+        InputSpec::Tokens { length, vocab } => format!("{} of {vocab}", counted(*length as u64, "token")),
     };
     let target = match &features.target {
         TargetSpec::Class { names } | TargetSpec::MixedClass { names } => {
-            format!("{} classes: {}", names.len(), names.join(", "))
+            format!("{}: {}", counted(names.len() as u64, "class"), names.join(", "))
         }
-        TargetSpec::Values { len } => format!("{len} numbers"),
+        TargetSpec::Values { len } => counted(*len as u64, "number"),
         TargetSpec::Tokens => "the next token".into(),
     };
     let mut first = Vec::new();
@@ -211,10 +213,8 @@ impl DataPreview {
         }
         if let Some(lengths) = &self.lengths {
             let LengthSummary { longest, longest_sample, histogram } = lengths;
-            lines.push((
-                "longest".into(),
-                format!("{} tokens, sample {longest_sample}", format_count(*longest)),
-            ));
+            lines
+                .push(("longest".into(), format!("{}, sample {longest_sample}", counted(*longest, "token"))));
             let largest = histogram.iter().map(|(_, samples)| *samples).max().unwrap_or(0).max(1);
             for (i, (up_to, samples)) in histogram.iter().enumerate() {
                 let name = if i == 0 { "lengths" } else { "" };

@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 
 use crate::base::{Phase, Role};
-use crate::events::event::{Event, EventRecord, MemoryBytes};
+use crate::events::event::{BestCheckpoint, Event, EventRecord, MemoryBytes};
 use crate::job::OptimizerKind;
 use crate::planner::execution_plan::{BatchSplit, ExecutionPlan};
 use crate::planner::plan::*;
@@ -94,7 +94,7 @@ pub fn planned(t: f64) -> EventRecord {
 pub fn step(t: f64, step: u64) -> EventRecord {
     let event = Event::Step {
         step,
-        epoch: (step - 1) / 2,
+        epoch: step.div_ceil(2),
         loss: 1.0 / step as f64,
         lr: 1e-3,
         grad_norm: 0.5,
@@ -115,7 +115,7 @@ pub fn step(t: f64, step: u64) -> EventRecord {
 
 pub fn eval(t: f64, step: u64, loss: f64) -> EventRecord {
     let metrics = BTreeMap::from([("valid.accuracy".into(), 1.0 - loss), ("valid.loss".into(), loss)]);
-    EventRecord { t, event: Event::Eval { step, epoch: step / 2, metrics, samples: 50, eval_s: 0.5 } }
+    EventRecord { t, event: Event::Eval { step, epoch: step.div_ceil(2), metrics, samples: 50, eval_s: 0.5 } }
 }
 
 pub fn checkpoint(t: f64, step: u64) -> EventRecord {
@@ -140,12 +140,12 @@ pub fn finished(t: f64) -> EventRecord {
         epochs: 3,
         samples: 450,
         metrics: BTreeMap::from([
-            ("best.valid.loss".into(), 0.25),
             ("train.loss".into(), 1.0 / 6.0),
             ("valid.accuracy".into(), 0.7),
             ("valid.loss".into(), 0.3),
         ]),
-        best_step: Some(4),
+        stopped: None,
+        best: Some(BestCheckpoint { step: 4, path: "c/4".into(), metric: "valid.loss".into(), value: 0.25 }),
         planned_peak_bytes: peak(212),
         measured_peak_bytes: peak(206),
         resident_peak_bytes: 209 << 20,

@@ -2,6 +2,7 @@
 //! Errors of the run itself are not rendered here; the caller that receives them reports them.
 
 pub mod data;
+mod event_lines;
 #[cfg(test)]
 pub(crate) mod fixtures;
 pub mod plan;
@@ -18,6 +19,14 @@ pub use reference::events_markdown;
 pub use scan_progress::ScanProgress;
 pub use tensorboard::TensorBoard;
 pub use terminal::Terminal;
+
+/// Breaks lines to the width of a terminal; leaves them as they are elsewhere.
+pub fn fit_terminal(lines: Vec<String>, terminal: &console::Term) -> Vec<String> {
+    match terminal.size_checked() {
+        Some((_, columns)) => text::wrap(&lines, columns.into()),
+        None => lines,
+    }
+}
 
 /// How much to show people.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]

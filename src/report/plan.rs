@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use super::text::{self, AnsiStyle};
 use super::{DisplayOptions, Verbosity};
 use crate::base::Role;
-use crate::base::units::format_count;
+use crate::base::units::{counted, format_count};
 use crate::planner::plan::{CandidateSummary, Disk, MemorySpace, PhasePeak, PlanAdjustment, PlanVerdict};
 use crate::planner::{MemoryPlan, ladder};
 
@@ -13,6 +13,21 @@ const BAR_CELLS: usize = 24;
 
 /// Candidates shown unless all are requested.
 const MAX_CANDIDATES: usize = 12;
+
+/// A plan fits easily below this fraction of the budget.
+const EASY_FRACTION: f64 = 0.8;
+
+/// The plan as a run prints it: the verdict alone if the job fits easily, unless output is verbose.
+pub fn lines_of_run(plan: &MemoryPlan, display: DisplayOptions) -> Vec<String> {
+    let is_easy = |peak: u64, budget: u64| peak as f64 <= EASY_FRACTION * budget as f64;
+    let easily = plan.verdict == PlanVerdict::Fits
+        && is_easy(plan.peak.vram_bytes, plan.budget.vram_bytes)
+        && is_easy(plan.peak.ram_bytes, plan.budget.ram_bytes);
+    match easily && display.verbosity < Verbosity::Verbose {
+        true => vec![verdict_line(plan, AnsiStyle { color: display.color })],
+        false => lines(plan, display),
+    }
+}
 
 /// The plan as lines to print; verbose output adds every part by name and every candidate.
 pub fn lines(plan: &MemoryPlan, display: DisplayOptions) -> Vec<String> {
@@ -74,23 +89,15 @@ pub fn parameter_counts(parameters: u64, trained: u64) -> String {
 
 /// The execution plan: `micro-batch 50 x 2 = 100 samples per update (requested: 100 x 1), ...`.
 fn execution_line(plan: &MemoryPlan) -> String {
-    let (requested, chosen) = (plan.requested, &plan.chosen);
-    let mut line = format!(
-        "       micro-batch {} x {} = {} samples per update",
-        chosen.micro_batch,
-        chosen.accumulation_steps,
-        format_count(plan.samples_per_update as u64)
-    );
-    if (requested.micro_batch, requested.accumulation_steps)
-        != (chosen.micro_batch, chosen.accumulation_steps)
-    {
+    let chosen = &plan.chosen;
+    let mut line = format!("       micro-batch {}", split_text(plan));
+    if plan.requested != chosen.split() {
+        let requested = plan.requested;
         line += &format!(" (requested: {} x {})", requested.micro_batch, requested.accumulation_steps);
     }
     line += &format!(", {}, evaluation micro-batch {}", chosen.optimizer, chosen.eval_micro_batch);
-    match chosen.recompute {
-        0 => {}
-        1 => line += ", 1 block recomputed",
-        n => line += &format!(", {n} blocks recomputed"),
+    if chosen.recompute > 0 {
+        line += &format!(", {} recomputed", counted(chosen.recompute as u64, "block"));
     }
     if !chosen.offload.is_empty() {
         line += &format!(", {} in ram", chosen.offload_names());
@@ -98,18 +105,30 @@ fn execution_line(plan: &MemoryPlan) -> String {
     line
 }
 
+/// `50 x 2 = 100 samples per update`. The last micro-batch of an update may be smaller, and all of them if the training
+/// set is smaller than an update.
+pub(super) fn split_text(plan: &MemoryPlan) -> String {
+    let (update, steps) = (plan.samples_per_update, plan.chosen.accumulation_steps);
+    let micro_batch = plan.chosen.micro_batch.min(update);
+    let samples = counted(update as u64, "sample");
+    match micro_batch * steps == update {
+        true => format!("{micro_batch} x {steps} = {samples} per update"),
+        false => format!("{micro_batch} x {steps}, the last one smaller: {samples} per update"),
+    }
+}
+
 /// `disk 12.3 MiB: 4 checkpoints of 3.08 MiB at most`.
 fn disk_line(plan: &MemoryPlan) -> Option<String> {
     let Disk { checkpoint_bytes, checkpoints, checkpoints_bytes, data_cache_bytes } = plan.disk;
     let total = text::bytes(checkpoints_bytes.saturating_add(data_cache_bytes));
-    let plural = if checkpoints == 1 { "" } else { "s" };
     let cache = match data_cache_bytes {
         0 => String::new(),
         bytes => format!(", {} of prepared data", text::bytes(bytes)),
     };
     let each = text::bytes(checkpoint_bytes);
-    (checkpoints > 0)
-        .then(|| format!("       disk {total}: {checkpoints} checkpoint{plural} of {each} at most{cache}"))
+    (checkpoints > 0).then(|| {
+        format!("       disk {total}: {} of {each} at most{cache}", counted(checkpoints, "checkpoint"))
+    })
 }
 
 /// The adjustments from the job as written to what runs, one by one, with reasons.
@@ -287,6 +306,29 @@ plan   fits after shrinking on cpu: ram 212 MiB of 256 MiB (82.8 %) at the peak,
        as written                            344 MiB  x 1.00  too large
        micro-batch 50, 2 accumulation steps  212 MiB  x 1.04  chosen"
         );
+    }
+
+    #[test]
+    fn a_run_that_fits_easily_has_one_line_and_no_equation_is_false() {
+        let mut plan = MemoryPlan { verdict: PlanVerdict::Fits, ..fixtures::plan() };
+        let of_run = |plan: &MemoryPlan| lines_of_run(plan, DisplayOptions::default());
+        assert!(of_run(&plan).len() > 5, "82.8 % of the budget is not easy");
+        plan.budget.ram_bytes = 1 << 30;
+        assert_eq!(
+            of_run(&plan),
+            ["plan   fits on cpu: ram 212 MiB of 1.00 GiB (20.7 %) at the peak, in backward"]
+        );
+        let verbose = DisplayOptions { verbosity: Verbosity::Verbose, ..DisplayOptions::default() };
+        assert!(lines_of_run(&plan, verbose).len() > 5);
+        let mut split = |micro_batch, accumulation_steps, samples| {
+            (plan.chosen.micro_batch, plan.chosen.accumulation_steps) = (micro_batch, accumulation_steps);
+            plan.samples_per_update = samples;
+            split_text(&plan)
+        };
+        assert_eq!(split(50, 2, 100), "50 x 2 = 100 samples per update");
+        assert_eq!(split(64, 1, 50), "50 x 1 = 50 samples per update");
+        assert_eq!(split(34, 3, 100), "34 x 3, the last one smaller: 100 samples per update");
+        assert_eq!(split(1, 1, 1), "1 x 1 = 1 sample per update");
     }
 
     #[test]

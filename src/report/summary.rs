@@ -4,12 +4,12 @@ use std::collections::BTreeMap;
 
 use super::DisplayOptions;
 use super::text::{self, AnsiStyle};
-use crate::base::units::format_count;
+use crate::base::units::{counted, format_count};
 use crate::events::summary::{RunState, Summary};
 
 impl Summary {
-    /// The closing lines of a run.
-    pub fn lines(&self, display: DisplayOptions) -> Vec<String> {
+    /// The closing lines of a run; `resume` is the command that resumes it.
+    pub fn lines(&self, display: DisplayOptions, resume: Option<&str>) -> Vec<String> {
         let paint = AnsiStyle { color: display.color };
         let mut rows = Vec::new();
         let mut row =
@@ -19,19 +19,22 @@ impl Summary {
             RunState::Interrupted => paint.yellow("interrupted"),
             RunState::Diverged => paint.red("diverged"),
             RunState::Failed => paint.red("failed"),
+            RunState::Stopped => paint.yellow("stopped"),
             RunState::Finished => paint.green("finished"),
         };
-        let reason = self.reason.as_ref().map(|reason| format!(" ({reason})")).unwrap_or_default();
-        let steps = match self.state {
-            RunState::Finished if self.reason.is_none() => format_count(self.steps),
-            _ => format!("{} of {}", format_count(self.steps), format_count(self.total_steps)),
+        let steps = match (self.state, &self.reason) {
+            (RunState::Finished, None) => format!(": {}", counted(self.steps, "step")),
+            // `--max-steps 40 of 940` says how many.
+            (RunState::Stopped, Some(reason)) => format!(": {reason}"),
+            (_, reason) => {
+                let reason = reason.as_ref().map(|reason| format!(" ({reason})")).unwrap_or_default();
+                let total = counted(self.total_steps, "step");
+                format!("{reason}: {} of {total}", format_count(self.steps))
+            }
         };
-        let plural = if self.epochs == 1 { "" } else { "s" };
-        let (name, epochs, samples) = (&self.name, self.epochs, format_count(self.samples));
-        row(
-            "run",
-            format!("{name} {state}{reason}: {steps} steps, {epochs} epoch{plural}, {samples} samples"),
-        );
+        let (name, epochs, samples) =
+            (&self.name, counted(self.epochs, "epoch"), counted(self.samples, "sample"));
+        row("run", format!("{name} {state}{steps}, {epochs}, {samples}"));
         let mut time = text::duration(self.elapsed_s);
         if self.elapsed_s > 0.0 && self.samples > 0 {
             let rate = format_count((self.samples as f64 / self.elapsed_s).round() as u64);
@@ -43,22 +46,14 @@ impl Summary {
             row("data", advice.clone());
         }
         if self.bad_records > 0 {
-            let plural = if self.bad_records == 1 { "" } else { "s" };
-            row("bad", format!("{} record{plural} skipped", format_count(self.bad_records)));
+            row("bad", format!("{} skipped", counted(self.bad_records, "record")));
         }
         if !self.metrics.is_empty() {
             row("last", format_metrics(&self.metrics));
         }
         if let Some(best) = &self.best {
-            let at = format!("step {}", format_count(best.step));
-            row(
-                "best",
-                if best.metrics.is_empty() {
-                    at
-                } else {
-                    paint.bold(&format_metrics(&best.metrics)) + "  at " + &at
-                },
-            );
+            let value = paint.bold(&format!("{} {}", best.metric, text::number(best.value)));
+            row("best", format!("{value}  at step {}", format_count(best.step)));
         }
         let (planned, measured, budget) =
             (self.planned_peak_bytes, self.measured_peak_bytes, self.budget_bytes);
@@ -102,8 +97,10 @@ impl Summary {
             row("saved", checkpoint.clone());
         }
         row("folder", self.run.clone());
-        if self.state != RunState::Finished && self.checkpoint.is_some() {
-            row("resume", format!("trainer fit JOB --resume {}", self.run));
+        if let Some(command) =
+            resume.filter(|_| self.state != RunState::Finished && self.checkpoint.is_some())
+        {
+            row("resume", command.to_owned());
         }
         rows
     }
@@ -139,7 +136,7 @@ mod tests {
 
     #[test]
     fn a_finished_run_reads_at_a_glance() {
-        let text = folded(&fixtures::run()).lines(DisplayOptions::default()).join("\n");
+        let text = folded(&fixtures::run()).lines(DisplayOptions::default(), None).join("\n");
         assert_eq!(
             text,
             "\
@@ -154,14 +151,38 @@ folder   runs/shapes/1"
     }
 
     #[test]
+    fn a_part_of_a_run_is_not_called_finished() {
+        let mut records = fixtures::run();
+        if let Some(Event::Finished { steps, stopped, samples, epochs, .. }) =
+            records.last_mut().map(|record| &mut record.event)
+        {
+            (*steps, *epochs, *samples) = (4, 2, 300);
+            *stopped = Some("--max-steps 4 of 6".into());
+        }
+        let summary = folded(&records);
+        assert_eq!(
+            (summary.state, summary.reason.as_deref()),
+            (RunState::Stopped, Some("--max-steps 4 of 6"))
+        );
+        let lines =
+            summary.lines(DisplayOptions::default(), Some("trainer fit job.toml --resume runs/shapes/1"));
+        assert_eq!(lines[0], "run      shapes stopped: --max-steps 4 of 6, 2 epochs, 300 samples");
+        assert_eq!(lines.last().unwrap(), "resume   trainer fit job.toml --resume runs/shapes/1");
+    }
+
+    #[test]
     fn a_run_that_stopped_says_why() {
         let mut records = fixtures::run()[..4].to_vec();
         let event = Event::Interrupted { step: 2, signal: "SIGTERM".into(), checkpoint: Some("c/2".into()) };
         records.push(EventRecord { t: 3.0, event });
-        let lines = folded(&records).lines(DisplayOptions::default());
+        let resume = "trainer fit job.toml --resume runs/shapes/1";
+        let lines = folded(&records).lines(DisplayOptions::default(), Some(resume));
         assert_eq!(lines[0], "run      shapes interrupted (SIGTERM): 2 of 6 steps, 1 epoch, 150 samples");
-        let end =
-            ["saved    c/2", "folder   runs/shapes/1", "resume   trainer fit JOB --resume runs/shapes/1"];
+        let end = [
+            "saved    c/2",
+            "folder   runs/shapes/1",
+            "resume   trainer fit job.toml --resume runs/shapes/1",
+        ];
         assert_eq!(lines[lines.len() - 3..], end);
     }
 }

@@ -1,269 +1,188 @@
-//! A run on stderr: a live bar on a terminal, occasional plain lines elsewhere.
+//! A run on stderr: a live progress line on a terminal, occasional plain lines elsewhere.
 //!
-//! Lines are a pure function of the records; their timestamps are the clock. Errors of the run are reported by the
-//! caller that receives them, so that none appears twice.
+//! Lines are a pure function of the records, whose timestamps are the clock; between two records a thread redraws the
+//! progress line from the run's [`Activity`], and answers a signal as soon as it comes. Errors of the run are reported
+//! by the caller that receives them, so that none appears twice.
 
 use std::io::{self, Write};
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Duration;
 
-use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
-
+use super::event_lines::{RunView, stop_line};
 use super::progress::RunProgress;
-use super::summary;
 use super::text::{self, AnsiStyle};
-use super::{DisplayOptions, Verbosity, plan};
-use crate::base::units::{Bytes, format_count};
-use crate::events::Sink;
-use crate::events::Summary;
+use super::{DisplayOptions, Verbosity};
+use crate::events::activity::{Activity, ActivitySnapshot};
 use crate::events::event::{Event, EventRecord};
+use crate::events::{Sink, Summary};
+use crate::train::signals::Signals;
 
 /// Minimum seconds between plain progress lines.
 const PLAIN_EVERY_S: f64 = 5.0;
-/// Minimum seconds between redraws of the bar.
-const DRAW_EVERY_S: f64 = 0.05;
+/// Between redraws of the progress line, and between looks for a signal.
+const TICK: Duration = Duration::from_millis(100);
+/// Columns kept free at the end of the progress line, where a terminal echoes `^C`.
+const ECHO_COLUMNS: usize = 3;
 
 /// What people see of a run.
-pub struct Terminal<W> {
+pub struct Terminal<W: Write> {
+    screen: Arc<Mutex<Screen<W>>>,
+    ticker: Option<Ticker>,
+}
+
+/// The thread that redraws the progress line; it ends when the sender is dropped.
+struct Ticker {
+    stop: mpsc::Sender<()>,
+    thread: JoinHandle<()>,
+}
+
+struct Screen<W> {
     out: W,
     display: DisplayOptions,
-    bar: Option<ProgressBar>,
     progress: RunProgress,
     summary: Summary,
-    /// Step of the last progress line, and when it was shown.
+    /// The command that resumes the run.
+    resume: Option<String>,
+    /// The progress line is on the screen, with the cursor at its end.
+    has_progress_line: bool,
+    /// Step of the last plain progress line, and when it was shown.
     last_line: Option<(u64, f64)>,
+    /// The answer to a signal was given.
+    answered: bool,
 }
 
 impl<W: Write + Send> Terminal<W> {
-    /// `history` summarizes a resumed run's events so far; the default for a new run. With `display.interactive` the
-    /// bar is drawn on stderr, and `out` should be stderr too.
+    /// `history` summarizes a resumed run's events so far; the default for a new run. With `display.interactive`,
+    /// `out` should be stderr.
     pub fn new(out: W, display: DisplayOptions, history: Summary) -> Self {
-        Self { out, display, bar: None, progress: RunProgress::default(), summary: history, last_line: None }
+        let screen = Screen {
+            out,
+            display,
+            progress: RunProgress::default(),
+            summary: history,
+            resume: None,
+            has_progress_line: false,
+            last_line: None,
+            answered: false,
+        };
+        Self { screen: Arc::new(Mutex::new(screen)), ticker: None }
     }
 
+    /// Ends the closing lines of a run that can be resumed with this command.
+    pub fn with_resume_command(self, command: String) -> Self {
+        self.screen().resume = Some(command);
+        self
+    }
+
+    /// Starts the thread that redraws the progress line on a terminal, and answers signals.
+    pub fn live(mut self, activity: Arc<Activity>, signals: Signals) -> io::Result<Self>
+    where
+        W: 'static,
+    {
+        if self.screen().display.verbosity == Verbosity::Quiet {
+            return Ok(self);
+        }
+        let (stop, stopped) = mpsc::channel();
+        let screen = self.screen.clone();
+        let ticks = move || {
+            while stopped.recv_timeout(TICK) == Err(RecvTimeoutError::Timeout) {
+                // A terminal that cannot be written is found by the next record.
+                let _ = lock(&screen).tick(&activity, &signals);
+            }
+        };
+        let thread =
+            std::thread::Builder::new().name("terminal".into()).stack_size(128 << 10).spawn(ticks)?;
+        self.ticker = Some(Ticker { stop, thread });
+        Ok(self)
+    }
+
+    fn screen(&self) -> MutexGuard<'_, Screen<W>> {
+        lock(&self.screen)
+    }
+}
+
+/// A panic while drawing leaves nothing that the next line could not overwrite.
+fn lock<W>(screen: &Mutex<Screen<W>>) -> MutexGuard<'_, Screen<W>> {
+    screen.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl<W: Write> Screen<W> {
     fn paint(&self) -> AnsiStyle {
         AnsiStyle { color: self.display.color }
     }
 
-    /// Prints above the bar, if there is one.
+    /// Prints lines in place of the progress line, which the next tick draws below them.
     fn print(&mut self, lines: &[String]) -> io::Result<()> {
         if lines.is_empty() {
             return Ok(());
         }
-        let text = lines.join("\n") + "\n";
-        let out = &mut self.out;
-        let mut write = || out.write_all(text.as_bytes()).and_then(|()| out.flush());
-        match &self.bar {
-            Some(bar) => bar.suspend(write),
-            None => write(),
+        // A command to paste stays on one line.
+        let is_command = |line: &String| self.resume.as_ref().is_some_and(|command| line.ends_with(command));
+        let wrap = |line: &String, width| match is_command(line) {
+            true => vec![line.clone()],
+            false => text::wrap(std::slice::from_ref(line), width),
+        };
+        let wrapped: Vec<String> = match self.display.interactive.then(terminal_width).flatten() {
+            Some(width) => lines.iter().flat_map(|line| wrap(line, width)).collect(),
+            None => lines.to_vec(),
+        };
+        self.clear()?;
+        self.out.write_all((wrapped.join("\n") + "\n").as_bytes())?;
+        self.out.flush()
+    }
+
+    /// Removes the progress line.
+    fn clear(&mut self) -> io::Result<()> {
+        match std::mem::take(&mut self.has_progress_line) {
+            true => self.out.write_all(b"\r\x1b[K"),
+            false => Ok(()),
         }
     }
 
-    /// If a progress line is due: redraws the bar, or returns a plain line.
-    fn draw_progress(&mut self, t: f64, every: f64) -> Option<String> {
+    /// Answers a signal, and redraws the progress line on a terminal.
+    fn tick(&mut self, activity: &Activity, signals: &Signals) -> io::Result<()> {
+        if self.display.verbosity == Verbosity::Quiet || self.summary.has_ended() {
+            return Ok(());
+        }
+        let now = activity.now();
+        if let Some(signal) = signals.stop_requested().filter(|_| !self.answered) {
+            self.answered = true;
+            // The terminal has echoed `^C`, if only on an empty line.
+            self.has_progress_line = self.display.interactive;
+            let line = stop_line(signal, now.work, self.paint());
+            self.print(&[line])?;
+        }
+        if self.display.interactive {
+            let width = terminal_width().map(|width| width.saturating_sub(ECHO_COLUMNS));
+            self.draw(&now, width)?;
+        }
+        Ok(())
+    }
+
+    fn draw(&mut self, now: &ActivitySnapshot, width: Option<usize>) -> io::Result<()> {
+        let line = self.progress.live_line(now, width, self.paint());
+        self.has_progress_line = true;
+        write!(self.out, "\r{line}\x1b[K")?;
+        self.out.flush()
+    }
+
+    /// A plain progress line, if one is due.
+    fn plain_progress(&mut self, t: f64, every: f64) -> Option<String> {
         let step = self.progress.step();
-        if self.last_line.is_some_and(|(shown, at)| shown == step || t - at < every) {
+        if self.display.interactive
+            || self.last_line.is_some_and(|(shown, at)| shown == step || t - at < every)
+        {
             return None;
         }
         self.last_line = Some((step, t));
-        if !self.display.interactive {
-            return Some(self.progress.line(None, false, self.paint()));
-        }
-        let width = console::Term::stderr().size_checked().map(|(_, columns)| columns as usize);
-        let line = self.progress.line(width, true, self.paint());
-        let bar = self.bar.get_or_insert_with(|| {
-            let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr());
-            bar.with_style(ProgressStyle::with_template("{wide_msg}").unwrap_or(ProgressStyle::default_bar()))
-        });
-        bar.set_message(line);
-        bar.tick();
-        None
+        Some(self.progress.line(self.paint()))
     }
+}
 
-    fn clear(&mut self) {
-        if let Some(bar) = self.bar.take() {
-            bar.finish_and_clear();
-        }
-    }
-
-    /// The lines for a record, except progress.
-    fn event_lines(&self, record: &EventRecord) -> Vec<String> {
-        let paint = self.paint();
-        let line = |label: String, text: String| vec![format!("{label} {text}")];
-        let label = |text: &str| format!("{text:<6}");
-        match &record.event {
-            Event::Started {
-                name,
-                run,
-                device,
-                threads,
-                parameters,
-                trained_parameters,
-                train_samples,
-                valid_samples,
-                total_steps,
-                seed,
-                ..
-            } => {
-                let epochs = self.progress.epoch(*total_steps);
-                let plural = if epochs == 1 { "" } else { "s" };
-                let trained = trained_parameters.unwrap_or(*parameters);
-                let (parameters, steps) =
-                    (plan::parameter_counts(*parameters, trained), format_count(*total_steps));
-                let (train, valid) = (format_count(*train_samples), format_count(*valid_samples));
-                vec![
-                    format!(
-                        "{} {name}  {parameters}  {device}, {threads} threads  seed {seed}",
-                        paint.bold(&label("run"))
-                    ),
-                    format!(
-                        "       {train} training and {valid} validation samples  {steps} steps, {epochs} epoch{plural}"
-                    ),
-                    format!("       {run}"),
-                ]
-            }
-            Event::Planned { plan } => {
-                plan::lines(plan, self.display).into_iter().chain([String::new()]).collect()
-            }
-            Event::Resumed { step, checkpoint, skipped } => {
-                let from = match checkpoint {
-                    Some(path) => format!("at step {} from {path}", format_count(*step)),
-                    None => "no checkpoint yet: starting over".into(),
-                };
-                let skipped = skipped.iter().map(|reason| format!("       skipped {reason}"));
-                line(paint.bold(&label("resume")), from).into_iter().chain(skipped).collect()
-            }
-            Event::Eval { step, metrics, .. } => {
-                let epoch = self.progress.epoch(*step);
-                line(
-                    paint.green(&label("eval")),
-                    format!("epoch {epoch}  {}", summary::format_metrics(metrics)),
-                )
-            }
-            Event::Checkpoint { step, path, bytes, write_s }
-                if self.display.verbosity == Verbosity::Verbose =>
-            {
-                let (bytes, time) = (text::bytes(*bytes), text::duration(*write_s));
-                line(
-                    paint.dim(&label("saved")),
-                    format!("step {}  {path}  {bytes} in {time}", format_count(*step)),
-                )
-            }
-            Event::Best { step, metric, value, .. } if self.display.verbosity == Verbosity::Verbose => {
-                let text = format!("step {}  {metric} {} so far", format_count(*step), text::number(*value));
-                line(paint.dim(&label("best")), text)
-            }
-            Event::Oom { step, phase, requester, bytes, left } => {
-                let (bytes, left) = (text::bytes(*bytes), text::bytes(*left));
-                let text = format!(
-                    "step {}  {phase}: {requester} requested {bytes}, {left} left",
-                    format_count(*step)
-                );
-                line(paint.yellow(&label("memory")), text)
-            }
-            Event::Pressure { step, left, low, stalled } => {
-                let (left, low) = (text::bytes(*left), text::bytes(*low));
-                let stalled = stalled.map(|s| format!(", {:.0} % stalled", 100.0 * s)).unwrap_or_default();
-                let text = format!(
-                    "step {}  {left} left on the host, less than {low}{stalled}",
-                    format_count(*step)
-                );
-                line(paint.yellow(&label("memory")), text)
-            }
-            Event::Corrected { step, reserved, measured, budget } => {
-                let (reserved, measured) = (text::bytes(*reserved), text::bytes(*measured));
-                let text = format!(
-                    "step {}  {measured} measured, {reserved} reserved: the budget is now {}",
-                    format_count(*step),
-                    text::bytes(*budget)
-                );
-                line(paint.yellow(&label("memory")), text)
-            }
-            Event::Restarted { cause, budget, .. } => {
-                let text = format!("{cause}; restarted with {}", text::bytes(*budget));
-                line(paint.yellow(&label("worker")), text)
-            }
-            Event::Shrunk { step, change, micro_batch, accumulation_steps } => {
-                let text = format!(
-                    "step {}  {change}  now {micro_batch} x {accumulation_steps}",
-                    format_count(*step)
-                );
-                line(paint.yellow(&label("shrunk")), text)
-            }
-            Event::Grown { step, change, micro_batch, accumulation_steps } => {
-                let text = format!(
-                    "step {}  {change}  now {micro_batch} x {accumulation_steps}",
-                    format_count(*step)
-                );
-                line(paint.green(&label("grown")), text)
-            }
-            Event::BadRecords { step, records, .. } => {
-                let bad = |why: &String| {
-                    format!("{} step {}  skipped {why}", paint.yellow(&label("bad")), format_count(*step))
-                };
-                records.iter().map(bad).collect()
-            }
-            Event::SlowData { step, fraction, cause, advice } => {
-                let waiting = text::percent(*fraction, 1.0);
-                let text = format!(
-                    "step {}  {waiting} of the time is spent waiting for data: {cause}",
-                    format_count(*step)
-                );
-                let advice = format!("       {advice}");
-                line(paint.yellow(&label("data")), text).into_iter().chain([advice]).collect()
-            }
-            Event::Initialized { matched, new, resized, left_over } => {
-                let list = |what: &str, names: &[String]| match names {
-                    [] => String::new(),
-                    [.., last] if names.len() <= 4 => {
-                        let first = names[..names.len() - 1].iter().map(|name| format!("{name}, "));
-                        format!("; {what} {}{last}", first.collect::<String>())
-                    }
-                    [first, ..] => format!("; {what} {first} and {} more", names.len() - 1),
-                };
-                let rest = list("new", new) + &list("resized", resized) + &list("left over", left_over);
-                line(paint.bold(&label("init")), format!("{matched} tensors matched{rest}"))
-            }
-            Event::StoppedEarly { step, reason } => {
-                line(paint.bold(&label("stop")), format!("step {}  {reason}", format_count(*step)))
-            }
-            Event::Finished { .. } | Event::Interrupted { .. } => {
-                [String::new()].into_iter().chain(self.summary.lines(self.display)).collect()
-            }
-            Event::CudaGraphCaptured { step, launches, arena_bytes, arena_waste_bytes }
-                if self.display.verbosity == Verbosity::Verbose =>
-            {
-                let (arena, waste) = (Bytes(*arena_bytes), Bytes(*arena_waste_bytes));
-                let text = format!(
-                    "step {}  {launches} launches captured, arena {arena}, {waste} of it unused",
-                    format_count(*step)
-                );
-                line(paint.green(&label("graph")), text)
-            }
-            Event::CudaGraphDisabled { step, reason } if self.display.verbosity == Verbosity::Verbose => {
-                line(label("graph"), format!("step {}  no CUDA graph: {reason}", format_count(*step)))
-            }
-            Event::CudnnDisabled { step, reason } => line(
-                paint.yellow(&label("cudnn")),
-                format!("step {}  evaluations continue without cuDNN: {reason}", format_count(*step)),
-            ),
-            Event::DeviceHeap { synchronizes, arena_passes, .. }
-                if self.display.verbosity == Verbosity::Verbose =>
-            {
-                let text = format!(
-                    "{} passes from an arena, {synchronizes} synchronizes to remap memory",
-                    format_count(*arena_passes)
-                );
-                line(label("heap"), text)
-            }
-            Event::Step { .. }
-            | Event::Checkpoint { .. }
-            | Event::Best { .. }
-            | Event::CudaGraphCaptured { .. }
-            | Event::CudaGraphDisabled { .. }
-            | Event::DeviceHeap { .. }
-            | Event::Diverged { .. }
-            | Event::Failed { .. } => vec![],
-        }
-    }
+fn terminal_width() -> Option<usize> {
+    console::Term::stderr().size_checked().map(|(_, columns)| columns as usize)
 }
 
 impl<W: Write + Send> Sink for Terminal<W> {
@@ -272,37 +191,63 @@ impl<W: Write + Send> Sink for Terminal<W> {
     }
 
     fn record(&mut self, record: &EventRecord) -> io::Result<()> {
-        if self.display.verbosity == Verbosity::Quiet {
+        let mut screen = self.screen();
+        if screen.display.verbosity == Verbosity::Quiet {
             return Ok(());
         }
-        self.progress.add(record);
-        self.summary.add(record);
+        screen.progress.add(record);
+        screen.summary.add(record);
         let mut lines = Vec::new();
         match &record.event {
             Event::Step { step, .. } => {
-                let last = *step == self.summary.total_steps;
-                let every = if self.display.interactive { DRAW_EVERY_S } else { PLAIN_EVERY_S };
-                lines.extend(self.draw_progress(record.t, if last { 0.0 } else { every }));
+                let every = if *step == screen.summary.total_steps { 0.0 } else { PLAIN_EVERY_S };
+                lines.extend(screen.plain_progress(record.t, every));
             }
-            Event::Eval { .. } => lines.extend(self.draw_progress(record.t, 0.0)),
-            Event::Finished { .. }
-            | Event::Interrupted { .. }
-            | Event::Diverged { .. }
-            | Event::Failed { .. } => self.clear(),
+            Event::Eval { .. } => lines.extend(screen.plain_progress(record.t, 0.0)),
             _ => {}
         }
-        lines.extend(self.event_lines(record));
-        self.print(&lines)
+        if screen.summary.has_ended() {
+            screen.clear()?;
+        }
+        let view = RunView {
+            display: screen.display,
+            progress: &screen.progress,
+            summary: &screen.summary,
+            resume: screen.resume.as_deref(),
+        };
+        lines.extend(view.lines(&record.event));
+        screen.print(&lines)
     }
 
     fn warn(&mut self, text: &str) -> io::Result<()> {
-        let line = format!("{} {text}", self.paint().yellow("warning:"));
-        self.print(&[line])
+        let mut screen = self.screen();
+        let line = format!("{} {text}", screen.paint().yellow("warning:"));
+        screen.print(&[line])
     }
 
     fn finish(&mut self) -> io::Result<()> {
-        self.clear();
-        Ok(())
+        self.stop()
+    }
+}
+
+impl<W: Write> Terminal<W> {
+    /// Stops redrawing, and removes the progress line.
+    fn stop(&mut self) -> io::Result<()> {
+        if let Some(Ticker { stop, thread }) = self.ticker.take() {
+            drop(stop);
+            // It holds the screen only while it draws.
+            drop(thread.join());
+        }
+        let mut screen = lock(&self.screen);
+        screen.clear()?;
+        screen.out.flush()
+    }
+}
+
+impl<W: Write> Drop for Terminal<W> {
+    /// A sink whose run could not begin is dropped without `finish`.
+    fn drop(&mut self) {
+        let _ = self.stop();
     }
 }
 
@@ -310,7 +255,9 @@ impl<W: Write + Send> Sink for Terminal<W> {
 mod tests {
     use super::*;
     use crate::base::Phase;
-    use crate::report::fixtures;
+    use crate::events::activity::Work;
+    use crate::report::{fixtures, plan};
+    use crate::train::signals::Signal;
 
     fn shown(records: &[EventRecord], verbosity: Verbosity) -> String {
         let mut out = Vec::new();
@@ -318,6 +265,7 @@ mod tests {
         let mut terminal = Terminal::new(&mut out, display, Summary::default());
         records.iter().for_each(|record| terminal.record(record).unwrap());
         terminal.finish().unwrap();
+        drop(terminal);
         String::from_utf8(out).unwrap()
     }
 
@@ -337,11 +285,11 @@ run    shapes  101,770 parameters  cpu, 2 threads  seed 42
 
 epoch 1/3  step 1/6  loss 1.0000  lr 1.0e-3  100 samples/s  ram 206 MiB of 256 MiB  wait 1.0 %  eta 5.0 s
 epoch 1/3  step 2/6  loss 0.5000  lr 1.0e-3  50 samples/s  ram 206 MiB of 256 MiB  wait 1.0 %  eta 5.0 s
-eval   epoch 1  valid.accuracy 0.5000  valid.loss 0.5000
+eval   step 2  epoch 1  valid.accuracy 0.5000  valid.loss 0.5000  0.5 s
 epoch 2/3  step 4/6  loss 0.2500  lr 1.0e-3  67 samples/s  ram 206 MiB of 256 MiB  wait 1.0 %  eta 2.5 s
-eval   epoch 2  valid.accuracy 0.7500  valid.loss 0.2500
+eval   step 4  epoch 2  valid.accuracy 0.7500  valid.loss 0.2500  0.5 s
 epoch 3/3  step 6/6  loss 0.1667  lr 1.0e-3  70 samples/s  ram 206 MiB of 256 MiB  wait 1.0 %  eta 0.0 s
-eval   epoch 3  valid.accuracy 0.7000  valid.loss 0.3000
+eval   step 6  epoch 3  valid.accuracy 0.7000  valid.loss 0.3000  0.5 s
 
 run      shapes finished: 6 steps, 3 epochs, 450 samples
 time     9.0 s  50 samples/s  data wait 0.9 %
@@ -363,6 +311,51 @@ folder   runs/shapes/1
         let steps: Vec<&str> =
             text.lines().filter_map(|line| line.split("  ").find(|f| f.starts_with("step"))).collect();
         assert_eq!(steps, ["step 1/6", "step 4/6"]);
+    }
+
+    /// The progress line is overwritten in place, gives way to lines, and is gone at the end.
+    #[test]
+    fn a_terminal_has_one_progress_line_and_signals_are_answered_once() {
+        let display = DisplayOptions { interactive: true, ..DisplayOptions::default() };
+        let mut terminal = Terminal::new(Vec::new(), display, Summary::default());
+        let (activity, signals) = (Activity::default(), Signals::default());
+        let drawn = |terminal: &Terminal<Vec<u8>>| {
+            let mut screen = terminal.screen();
+            screen.tick(&activity, &signals).unwrap();
+            String::from_utf8(std::mem::take(&mut screen.out)).unwrap()
+        };
+        let records = fixtures::run();
+        records[..3].iter().for_each(|record| terminal.record(record).unwrap());
+        drop(drawn(&terminal));
+        activity.begin(Work::Update, 1, 100);
+        activity.advance(40);
+        let line = drawn(&terminal);
+        assert!(line.starts_with('\r') && line.ends_with("\x1b[K") && !line.contains('\n'), "{line:?}");
+        assert!(line.contains("step 2/6") && line.contains("40/100 samples 0.0 s"), "{line:?}");
+        signals.request(Signal::Interrupt);
+        let answer =
+            "\r\x1b[Kstop   finishing the update, then a checkpoint; press Ctrl-C again to leave now\n\r";
+        assert!(drawn(&terminal).starts_with(answer));
+        assert!(!drawn(&terminal).contains("stop"));
+        terminal.record(records.last().unwrap()).unwrap();
+        assert_eq!(drawn(&terminal).matches("\r").count(), 1, "cleared, and not drawn again");
+        terminal.finish().unwrap();
+    }
+
+    #[test]
+    fn the_answer_to_a_signal_says_what_the_run_does_first() {
+        let line = |signal, work| stop_line(signal, work, AnsiStyle::default());
+        assert_eq!(
+            line(Signal::Terminate, Work::Update),
+            "stop   finishing the update, then a checkpoint; a second SIGTERM leaves now"
+        );
+        assert_eq!(
+            line(Signal::Interrupt, Work::Checkpoint),
+            "stop   finishing the checkpoint; press Ctrl-C again to leave now"
+        );
+        assert!(
+            line(Signal::Interrupt, Work::Evaluation).contains("which is repeated when the run is resumed")
+        );
     }
 
     #[test]

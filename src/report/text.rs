@@ -105,6 +105,66 @@ pub fn table(align: &str, indent: usize, rows: &[Vec<String>]) -> Vec<String> {
     rows.iter().map(line).collect()
 }
 
+/// Breaks lines at spaces to fit a width; what follows is indented to the text after the label. Drops a bar at the
+/// end of a line that does not fit.
+pub fn wrap(lines: &[String], width: usize) -> Vec<String> {
+    lines.iter().flat_map(|line| wrap_line(line, width)).collect()
+}
+
+fn wrap_line(line: &str, width: usize) -> Vec<String> {
+    if console::measure_text_width(line) <= width {
+        return vec![line.to_owned()];
+    }
+    let is_bar =
+        |word: &str| console::strip_ansi_codes(word).chars().all(|c| ('\u{2580}'..='\u{259f}').contains(&c));
+    let line = line.trim_end();
+    if let Some((rest, _)) = line.rsplit_once(' ').filter(|(_, last)| is_bar(last)) {
+        return wrap_line(rest.trim_end(), width);
+    }
+    let indent = label_width(&console::strip_ansi_codes(line)).min(width / 2);
+    // Between fields, which are two spaces apart, if that suffices; otherwise between words.
+    let by_fields = break_at(line, "  ", width, indent);
+    match by_fields.iter().all(|line| console::measure_text_width(line) <= width) {
+        true => by_fields,
+        false => by_fields.iter().flat_map(|line| break_at(line, " ", width, indent)).collect(),
+    }
+}
+
+/// Breaks a line at gaps of at least `gap`, where it would exceed the width.
+fn break_at(line: &str, gap: &str, width: usize, indent: usize) -> Vec<String> {
+    let (mut out, mut current, mut blank) = (Vec::new(), String::new(), String::new());
+    let mut rest = line;
+    while !rest.is_empty() {
+        let spaces = rest.len() - rest.trim_start_matches(' ').len();
+        blank += &rest[..spaces];
+        rest = &rest[spaces..];
+        let end = rest.find(gap).unwrap_or(rest.len());
+        let (text, after) = rest.split_at(end);
+        let begin = console::measure_text_width(&current) + blank.len();
+        // A label stays with the first field, however long that is.
+        if begin + console::measure_text_width(text) > width && begin > indent {
+            out.push(std::mem::take(&mut current));
+            blank = " ".repeat(indent);
+        }
+        current += &std::mem::take(&mut blank);
+        current += text;
+        rest = after;
+    }
+    out.push(current);
+    out
+}
+
+/// Where the text after a label of at most nine columns begins; 0 without a label.
+fn label_width(line: &str) -> usize {
+    let after_spaces = line.len() - line.trim_start().len();
+    if after_spaces > 0 {
+        return after_spaces;
+    }
+    let Some(word) = line.find(' ') else { return 0 };
+    let begin = word + line[word..].len() - line[word..].trim_start().len();
+    if begin <= 9 { begin } else { 0 }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -130,6 +190,25 @@ mod tests {
         assert_eq!(bar(0.34375, 4), "█▍");
         assert_eq!(bar(7.0, 3), "███");
         assert_eq!(bar(f64::NAN, 3), "");
+    }
+
+    #[test]
+    fn long_lines_break_at_spaces_and_keep_their_label_apart() {
+        let wrapped = |line: &str, width| wrap(&[line.to_owned()], width);
+        assert_eq!(wrapped("eval   step 4  loss 0.25", 24), ["eval   step 4  loss 0.25"]);
+        assert_eq!(wrapped("eval   step 4  loss 0.25", 23), ["eval   step 4", "       loss 0.25"]);
+        assert_eq!(
+            wrapped("eval   step 4  loss 0.25", 12),
+            ["eval   step", "       4", "       loss", "       0.25"]
+        );
+        assert_eq!(wrapped("       weights  20 MiB  ████", 24), ["       weights  20 MiB"]);
+        assert_eq!(wrapped("\x1b[1mrun   \x1b[0m a b c", 10), ["\x1b[1mrun   \x1b[0m a b", "       c"]);
+        assert_eq!(wrapped("run    runs/a-long-name/x y", 12), ["run    runs/a-long-name/x", "      y"]);
+        for width in 1..40 {
+            let words = |text: &str| text.split_whitespace().map(str::to_owned).collect::<Vec<_>>();
+            let line = "stop   finishing the update, then a checkpoint; press Ctrl-C again to leave now";
+            assert_eq!(words(&wrapped(line, width).join(" ")), words(line));
+        }
     }
 
     #[test]

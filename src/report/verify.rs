@@ -1,26 +1,20 @@
 //! Renders the verification of a job for people.
 
+use super::plan::split_text;
 use super::text::{self, AnsiStyle};
 use super::{DisplayOptions, Verbosity};
+use crate::base::units::counted;
 use crate::planner::MemoryPlan;
 use crate::train::verify::{MaxDifference, VariantResult, VerifyReport};
 
 /// The lines before the verification: how the job runs, and what cannot be varied.
 pub fn header_lines(plan: &MemoryPlan, notes: &[String], display: DisplayOptions) -> Vec<String> {
     let paint = AnsiStyle { color: display.color };
-    let chosen = &plan.chosen;
-    let first = format!(
-        "{} as planned: {} x {} = {} samples per update{}",
-        paint.bold("verify"),
-        chosen.micro_batch,
-        chosen.accumulation_steps,
-        plan.samples_per_update,
-        if chosen.recompute > 0 {
-            format!(", {} blocks recomputed", chosen.recompute)
-        } else {
-            String::new()
-        },
-    );
+    let recomputed = match plan.chosen.recompute {
+        0 => String::new(),
+        n => format!(", {} recomputed", counted(n as u64, "block")),
+    };
+    let first = format!("{} as planned: {}{recomputed}", paint.bold("verify"), split_text(plan));
     std::iter::once(first)
         .chain(notes.iter().map(|note| format!("{} {note}", paint.yellow("note  "))))
         .collect()
@@ -52,8 +46,13 @@ pub fn lines(report: &VerifyReport, display: DisplayOptions) -> Vec<String> {
     let mut lines = text::table("<>>><<", 0, &rows);
     lines.push(String::new());
     lines.push(format!(
-        "{} updates of {} samples, digest {}; tolerance: losses {:.0e}, gradients {:.0e}, weights {:.0e}",
-        report.updates, report.samples_per_update, report.samples_digest, t.losses, t.gradients, t.weights
+        "{} of {}, digest {}; tolerance: losses {:.0e}, gradients {:.0e}, weights {:.0e}",
+        counted(report.updates, "update"),
+        counted(report.samples_per_update as u64, "sample"),
+        report.samples_digest,
+        t.losses,
+        t.gradients,
+        t.weights
     ));
     lines
 }

@@ -2,6 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::base::units::counted;
 use crate::job::{BestMetric, StopConfig};
 
 /// What the evaluations of a run found so far; part of its checkpoints.
@@ -63,10 +64,21 @@ impl StopProgress {
 }
 
 impl StopReason {
+    /// The key of the job that decides it.
+    pub fn key(self) -> &'static str {
+        match self {
+            StopReason::Patience(_) => "stop.patience",
+            StopReason::Target(_) => "stop.target",
+            StopReason::Time(_) => "stop.max_minutes",
+        }
+    }
+
     /// For people: `valid.loss has not improved in 5 evaluations`.
     pub fn describe(self, metric: BestMetric) -> String {
         match self {
-            StopReason::Patience(n) => format!("{} has not improved in {n} evaluations", metric.name()),
+            StopReason::Patience(n) => {
+                format!("{} has not improved in {}", metric.name(), counted(n, "evaluation"))
+            }
             StopReason::Target(value) => format!("{} has reached {value}", metric.name()),
             StopReason::Time(minutes) => format!("it has trained for {minutes:.1} minutes"),
         }

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use super::initial_weights::InitError;
 use super::postmortem::OomAttempt;
 use super::signals;
-use crate::base::units::Bytes;
+use crate::base::units::{Bytes, counted};
 use crate::data::DataError;
 use crate::graph::network::StepError;
 use crate::job::JobChange;
@@ -30,7 +30,7 @@ pub enum Failure {
         /// Every failed attempt, including the first, and what was tried next.
         tried: Vec<OomAttempt>,
     },
-    #[error("the run's process ended {} times for lack of memory: {}", deaths.len(), deaths.join("; "))]
+    #[error("the run's process ended {} for lack of memory: {}", counted(deaths.len() as u64, "time"), deaths.join("; "))]
     Killed {
         /// Cause of each death.
         deaths: Vec<String>,
@@ -123,7 +123,7 @@ fn changes(changes: &[JobChange]) -> String {
 }
 
 const DISK_FULL_HINT: &str =
-    "the disk, a quota or the limit on the size of files is exhausted: free some space, then add `--resume`";
+    "the disk, a quota or the limit on the size of files is exhausted: free some space";
 
 /// Whether a write failed for lack of space: disk full, quota exceeded, or file size limit.
 fn is_full(error: &std::io::Error) -> bool {
@@ -136,6 +136,15 @@ impl Failure {
     pub fn io(what: &'static str, path: impl Into<PathBuf>) -> impl FnOnce(std::io::Error) -> Failure {
         let path = path.into();
         move |source| Failure::Io { what, path, source }
+    }
+
+    /// Whether a write failed for lack of space.
+    pub fn is_disk_full(&self) -> bool {
+        match self {
+            Failure::Io { source, .. } => is_full(source),
+            Failure::Report(crate::events::ReportError::Write { source, .. }) => is_full(source),
+            _ => false,
+        }
     }
 
     /// What the user can do about it.
@@ -193,10 +202,7 @@ impl Failure {
             Failure::Signal { .. } => {
                 Some("the cause is not a lack of memory; `--resume` continues from the last checkpoint".into())
             }
-            Failure::Io { source, .. } if is_full(source) => Some(DISK_FULL_HINT.into()),
-            Failure::Report(crate::events::ReportError::Write { source, .. }) if is_full(source) => {
-                Some(DISK_FULL_HINT.into())
-            }
+            failure if failure.is_disk_full() => Some(DISK_FULL_HINT.into()),
             _ => None,
         }
     }

@@ -17,6 +17,7 @@ use super::checkpoint::{MODEL, is_checkpoint};
 use super::run_dir::RunDir;
 use super::tensor_files::{FilterPermutation, permute_filter, write_f32};
 use crate::base::regular_file;
+use crate::base::units::counted;
 use crate::job::InitHead;
 use crate::param_store::ParamStore;
 use crate::params::{MemoryFormat, ParamLayout, TensorSpec};
@@ -90,8 +91,8 @@ impl InitialWeights {
                 }
                 Some(shape) if auto && is_resizable(name) && shape[1..] == spec.shape[1..] => {
                     report.resized.push(format!(
-                        "{name}: {} rows of {}",
-                        shape[0].min(spec.shape[0]),
+                        "{name}: {} of {}",
+                        counted(shape[0].min(spec.shape[0]) as u64, "row"),
                         spec.shape[0]
                     ));
                     taken.insert(name.clone());
@@ -138,7 +139,7 @@ impl InitialWeights {
         let tensor = tensors.tensor(name).map_err(|error| problem(error.to_string()))?;
         match tensor.dtype() {
             Dtype::F32 | Dtype::F16 | Dtype::BF16 | Dtype::F64 => Ok(Some(tensor.shape().to_vec())),
-            other => Err(problem(format!("has `{name}` as {other:?}, and floats are wanted"))),
+            other => Err(problem(format!("has `{name}` as {other}, and floats are wanted"))),
         }
     }
 

@@ -28,7 +28,7 @@ use super::setup::Setup;
 use crate::data::DataError;
 use crate::events::Reporter;
 use crate::events::event::Event;
-use crate::job::{Interval, Job};
+use crate::job::{Interval, Job, RunLength};
 use crate::layers::loss::MetricSums;
 use crate::memory::measure;
 use crate::optim::grad_scaler::GradScaler;
@@ -39,7 +39,7 @@ pub use options::{Observer, RunOptions, RunOutcome};
 use checkpoints::RunCheckpoints;
 use clock::RunClock;
 use context::RunContext;
-use evaluation::Evaluation;
+use evaluation::{Evaluation, EvaluationOutcome};
 use memory::MemoryControl;
 use skipped_records::SkippedRecordLog;
 use update::PendingUpdate;
@@ -83,6 +83,8 @@ pub fn run_plan(
     startup::report_start(&mut report, setup, &options, &folder, &plan)?;
     let graphs = startup::prepare_gpu(&mut report, setup, &options, &plan, &newest)?;
     measure::set_planned_peak(plan.peak.ram_bytes.saturating_sub(setup.process.non_heap));
+    // From here on a signal has something to finish.
+    options.signals.begin();
     let mut step = 0;
     let result = RunContext::new(setup, &options, exec_plan, graphs, &mut report).and_then(|ctx| {
         let memory = MemoryControl::new(plan, backoff, options.pressure_monitor.clone());
@@ -157,6 +159,9 @@ impl<'a> Run<'a> {
         let options = self.ctx.options;
         let restarts = options.restart.as_ref().map_or(0, |restart| restart.restarts);
         let _unreserved = vec![1u8; options.fault_hooks.unreserved_bytes];
+        // Nothing was left to do if the run ends where it was resumed, and no evaluation was due there.
+        let resumed_at =
+            self.checkpoints.last.as_ref().filter(|_| !self.evaluation.due).map(|(step, _)| *step);
         if self.evaluation.due {
             self.evaluate()?;
         } else if options.observer.is_none() && !self.ctx.position.is_at_end() {
@@ -164,6 +169,9 @@ impl<'a> Run<'a> {
         }
         while !self.ctx.position.is_at_end() {
             if let Some(reason) = self.stop_reason() {
+                if resumed_at == Some(self.ctx.position.step) {
+                    self.report_nothing_left(Some(reason))?;
+                }
                 return self.stop_early(reason);
             }
             if let Some(signal) = options.signals.stop_requested() {
@@ -189,7 +197,36 @@ impl<'a> Run<'a> {
                 self.do_deferred_work()?;
             }
         }
+        if let Some(signal) = options.signals.stop_requested().filter(|_| self.evaluation.due) {
+            return self.stop(signal);
+        }
+        if resumed_at == Some(self.ctx.position.step) {
+            self.report_nothing_left(None)?;
+        }
         self.finish()
+    }
+
+    /// Reports that the run was resumed for nothing: it was complete, or was to stop.
+    fn report_nothing_left(&mut self, stop: Option<StopReason>) -> Result<(), Failure> {
+        let (setup, step) = (self.ctx.setup, self.ctx.position.step);
+        let (reason, key) = match (stop, self.ctx.options.max_steps) {
+            (Some(stop), _) => (self.describe(stop), stop.key()),
+            (None, Some(max)) if max < setup.total_steps => (format!("step {step} is done"), "--max-steps"),
+            (None, _) => {
+                let key = match setup.job.train.length() {
+                    RunLength::Epochs(_) => "train.epochs",
+                    RunLength::Steps(_) => "train.steps",
+                };
+                (format!("step {step} of {} is done", setup.total_steps), key)
+            }
+        };
+        self.ctx.record(Event::NothingLeft { step, reason, key: key.into() })
+    }
+
+    /// Why the run stops, for people.
+    fn describe(&self, reason: StopReason) -> String {
+        let job = &self.ctx.setup.job;
+        reason.describe(job.stop.metric.unwrap_or(job.checkpoint.best))
     }
 
     /// Why the run ends before its last update; `None` if it continues.
@@ -228,11 +265,14 @@ impl<'a> Run<'a> {
 
     /// Evaluates the validation set and adds the result to this step's checkpoint.
     fn evaluate(&mut self) -> Result<(), Failure> {
-        let best = self.evaluation.run(&mut self.ctx, &mut self.memory, &mut self.skipped_records)?;
+        let outcome = self.evaluation.run(&mut self.ctx, &mut self.memory, &mut self.skipped_records)?;
+        if matches!(outcome, EvaluationOutcome::Abandoned) {
+            return Ok(());
+        }
         self.checkpoints.save_evaluation(&self.state())?;
         let metric = self.ctx.setup.job.checkpoint.best.name().into();
-        match (best, &self.checkpoints.last) {
-            (Some(value), Some((step, path))) => {
+        match (outcome, &self.checkpoints.last) {
+            (EvaluationOutcome::Best(value), Some((step, path))) => {
                 let (step, path) = (*step, path.display().to_string());
                 self.ctx.record(Event::Best { step, path, metric, value })
             }

@@ -1,5 +1,5 @@
 //! SIGINT, SIGTERM and SIGHUP: the first asks the run to stop after the current update; a second of the same kind
-//! ends the process.
+//! ends the process, as does the first before the run has begun.
 //!
 //! A worker obeys only its supervisor. A terminal or a batch system signals the whole process group, so both
 //! processes receive the signal, and it must count once.
@@ -62,20 +62,37 @@ pub enum SignalSource {
     Supervisor,
 }
 
+/// What a process that a signal ends at once writes to stderr, whole lines.
+#[derive(Clone, Debug, Default)]
+pub struct LastWords {
+    /// Before the run has begun, so that there is nothing to finish.
+    pub starting: String,
+    /// When a second signal ends it.
+    pub running: String,
+}
+
 /// Signals received. Clones share the state.
 #[derive(Clone, Debug, Default)]
 pub struct Signals {
-    received: Arc<AtomicUsize>,
+    state: Arc<SignalState>,
+}
+
+#[derive(Debug, Default)]
+struct SignalState {
+    /// Exit code of the last request; 0 if there was none.
+    received: AtomicUsize,
+    /// The run has begun: the first signal lets it finish the update.
+    begun: AtomicBool,
 }
 
 impl Signals {
-    /// Starts watching the process's signals.
-    pub fn watch(source: SignalSource) -> io::Result<Self> {
-        let signals = Self::default();
+    /// Starts watching the process's signals. Until [`begin`](Self::begin), the first one ends the process.
+    pub fn watch(source: SignalSource, words: LastWords) -> io::Result<Self> {
+        let (signals, words) = (Self::default(), Arc::new(words));
         for number in stop_signals() {
             let signal = Signal::from_number(number);
             match source {
-                SignalSource::Anyone => signals.register(number, signal)?,
+                SignalSource::Anyone => signals.register(number, signal, &words)?,
                 SignalSource::Supervisor => {
                     signal_hook::flag::register(number, Arc::new(AtomicBool::new(false)))?;
                 }
@@ -83,30 +100,53 @@ impl Signals {
         }
         if source == SignalSource::Supervisor {
             for signal in [Signal::Interrupt, Signal::Terminate] {
-                signals.register(signal.forwarded_number(), signal)?;
+                signals.register(signal.forwarded_number(), signal, &words)?;
             }
         }
         Ok(signals)
     }
 
-    fn register(&self, number: i32, signal: Signal) -> io::Result<()> {
-        // Order matters: the shutdown handler reads the flag before this signal's own handler sets it.
-        let already_received = Arc::new(AtomicBool::new(false));
-        signal_hook::flag::register_conditional_shutdown(
-            number,
-            signal.exit_code(),
-            already_received.clone(),
-        )?;
-        signal_hook::flag::register(number, already_received)?;
-        signal_hook::flag::register_usize(number, self.received.clone(), signal.exit_code() as usize)?;
+    fn register(&self, number: i32, signal: Signal, words: &Arc<LastWords>) -> io::Result<()> {
+        let (state, words, code) = (self.state.clone(), words.clone(), signal.exit_code());
+        let seen = AtomicBool::new(false);
+        let handler = move || {
+            let begun = state.begun.load(Ordering::Relaxed);
+            if begun && !seen.swap(true, Ordering::Relaxed) {
+                return state.received.store(code as usize, Ordering::Relaxed);
+            }
+            write_to_stderr(if begun { &words.running } else { &words.starting });
+            signal_hook::low_level::exit(code);
+        };
+        // SAFETY: the handler is async-signal-safe: it uses atomics, `write` and `_exit`, and allocates nothing.
+        unsafe { signal_hook::low_level::register(number, handler) }?;
         Ok(())
+    }
+
+    /// The run has begun: from now on the first signal is a request, and the second of its kind ends the process.
+    pub fn begin(&self) {
+        self.state.begun.store(true, Ordering::Relaxed);
+    }
+
+    /// Acts as if the signal had been received.
+    #[cfg(test)]
+    pub fn request(&self, signal: Signal) {
+        self.state.received.store(signal.exit_code() as usize, Ordering::Relaxed);
     }
 
     /// The stop request received, if any.
     pub fn stop_requested(&self) -> Option<Signal> {
-        let code = self.received.load(Ordering::Relaxed) as i32;
+        let code = self.state.received.load(Ordering::Relaxed) as i32;
         [Signal::Interrupt, Signal::Terminate].into_iter().find(|signal| signal.exit_code() == code)
     }
+}
+
+/// Writes without a lock or a buffer, as a signal handler must.
+fn write_to_stderr(text: &str) {
+    #[cfg(unix)]
+    // SAFETY: the descriptor is only used for this call; if it is closed, the write fails.
+    let _ = rustix::io::write(unsafe { std::os::fd::BorrowedFd::borrow_raw(2) }, text.as_bytes());
+    #[cfg(not(unix))]
+    let _ = io::Write::write_all(&mut io::stderr(), text.as_bytes());
 }
 
 /// Name of a signal that can end a process.

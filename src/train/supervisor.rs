@@ -131,7 +131,7 @@ pub use linux::supervise;
 mod linux {
     use std::io::{self, Read};
     use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
-    use std::os::unix::process::ExitStatusExt;
+    use std::os::unix::process::{CommandExt, ExitStatusExt};
     use std::process::{Child, Command};
     use std::time::Instant;
 
@@ -186,6 +186,10 @@ mod linux {
                 let (folder, failure_fd) = (folder.root.clone(), write.as_raw_fd());
                 let orders = WorkerOrders { supervisor, folder, resume, restart, failure_fd };
                 let mut command = Command::new(&program);
+                // Messages name the program as the user does.
+                if let Some(name) = std::env::args_os().next() {
+                    command.arg0(name);
+                }
                 command
                     .args(std::env::args_os().skip(1))
                     .env(WORKER_ORDERS_VAR, serde_json::to_string(&orders)?);

@@ -333,7 +333,7 @@ fn checked_bytes<'a>(
     let tensor = tensors.tensor(name).map_err(|_| format!("it has no `{name}`"))?;
     if tensor.shape() != shape || tensor.dtype() != dtype {
         return Err(format!(
-            "`{name}` is {:?} {:?} there and {dtype:?} {shape:?} here",
+            "`{name}` is {} {:?} there and {dtype} {shape:?} here",
             tensor.dtype(),
             tensor.shape()
         ));

@@ -21,7 +21,7 @@ use super::run::{self, Observer, RunOptions, RunOutcome};
 use super::run_dir::{RequestedRun, RunDir};
 use super::setup::Setup;
 use super::signals::Signals;
-use crate::base::units::Bytes;
+use crate::base::units::{Bytes, counted};
 use crate::data::digest::Digest;
 use crate::events::{EventLog, Reporter};
 use crate::job::OomAction;
@@ -243,7 +243,7 @@ fn variants(plan: &MemoryPlan, setup: &Setup) -> (Vec<RunVariant>, Vec<String>) 
         .collect();
     splits.dedup();
     if splits.is_empty() {
-        notes.push(format!("an update of {samples} samples cannot be split further"));
+        notes.push(format!("an update of {} cannot be split further", counted(samples as u64, "sample")));
     }
     for split in &splits {
         let name = format!("{} x {}", split.micro_batch, split.accumulation_steps);

@@ -125,8 +125,8 @@ impl<'a> ImageDecoder<'a> {
 
 type OpenedFormat<'a> = (FormatDecoder<'a>, [usize; 2], Orientation);
 
-fn decode_error(format: &str, error: &dyn std::fmt::Debug) -> String {
-    let mut text = format!("it is a damaged {format}: {error:?}");
+fn decode_error(format: &str, error: &dyn std::fmt::Display) -> String {
+    let mut text = format!("it is a damaged {format}: {error}");
     // Some decoders put whole tables into their messages.
     if let Some((end, _)) = text.char_indices().nth(300) {
         text.truncate(end);

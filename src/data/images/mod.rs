@@ -44,6 +44,7 @@ use super::{
     files, fingerprint,
 };
 use crate::base::regular_file;
+use crate::base::units::counted;
 
 /// How images are read.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -207,7 +208,7 @@ impl ImageFiles {
     /// Reads all headers to bound decoding memory. A bad image is reported when it is read, not here.
     fn scan_headers(&mut self, ctx: &DatasetContext) {
         let headers = std::mem::take(&mut self.listing.headers);
-        let activity = format!("reading the headers of {} images", self.len());
+        let activity = format!("reading the headers of {}", counted(self.len(), "image"));
         let mut footprints: Vec<ImageFootprint> = Vec::with_capacity(self.listing.len());
         for first in (0..self.listing.len()).step_by(HEADER_BATCH) {
             ctx.observer.report(&activity, first as u64, self.len());
@@ -406,7 +407,7 @@ impl ImageFiles {
             } else {
                 format!("{} to {}", side(min_size), side(max_size))
             };
-            about.push(("image_size".into(), format!("{sizes} ({images} images probed)")));
+            about.push(("image_size".into(), format!("{sizes} ({} probed)", counted(images, "image"))));
         }
         if let (ignored @ 1.., Some(first)) = &self.listing.ignored {
             about.push((

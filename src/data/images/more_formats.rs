@@ -76,11 +76,12 @@ impl MoreFormat {
             Self::Gif => decode_gif(file, size, pixels),
             Self::Bmp => {
                 let mut decoder = BmpDecoder::new(ZCursor::new(file));
-                decoder.decode_headers().map_err(|error| damaged(self, &error))?;
+                // This decoder has its messages in `Debug`.
+                decoder.decode_headers().map_err(|error| damaged(self, &format!("{error:?}")))?;
                 let bytes = decoder.output_buf_size().ok_or("its header has no size")?;
                 let channels = decoder.colorspace().ok_or("its header has no colour space")?.num_components();
                 clear_to(pixels, bytes);
-                decoder.decode_into(pixels).map_err(|error| damaged(self, &error))?;
+                decoder.decode_into(pixels).map_err(|error| damaged(self, &format!("{error:?}")))?;
                 Ok(channels)
             }
             Self::Tiff => decode_tiff(file, size, pixels),
@@ -102,8 +103,8 @@ fn clear_to(pixels: &mut Vec<u8>, bytes: usize) {
     pixels.resize(bytes, 0);
 }
 
-fn damaged(format: MoreFormat, error: &dyn std::fmt::Debug) -> String {
-    let text: String = format!("{error:?}").chars().take(300).collect();
+fn damaged(format: MoreFormat, error: &dyn std::fmt::Display) -> String {
+    let text: String = error.to_string().chars().take(300).collect();
     format!("it is a damaged {}: {text}", format.name())
 }
 
@@ -189,7 +190,8 @@ fn decode_tiff(file: &[u8], [height, width]: [usize; 2], pixels: &mut Vec<u8>) -
         ColorType::RGB(8 | 16) => 3,
         ColorType::RGBA(8 | 16) => 4,
         other => {
-            return Err(format!("it is a TIFF of {other:?}; only 8 and 16 bits of gray and RGB are read"));
+            let kind = format!("{other:?}").replace('(', " with ").replace(')', " bits");
+            return Err(format!("it is a TIFF of {kind}; only 8 and 16 bits of gray and RGB are read"));
         }
     };
     let decoded = decoder.read_image().map_err(wrong)?;

@@ -17,6 +17,7 @@ use super::statistics::{StatisticsPass, TableStatistics};
 use super::text_encoding::TextEncoding;
 use super::{MissingPolicy, TableReader, TableSettings, parquet_partitions};
 use crate::base::regular_file;
+use crate::base::units::counted;
 use crate::data::cache::CacheKey;
 use crate::data::files::{self, FileCompression};
 use crate::data::split::{self, SplitPlan};
@@ -195,7 +196,7 @@ fn load_statistics(
     if statistics.rows == 0 {
         let (set, why) = (
             format!("`{}`", pass.file.display()),
-            format!("{} rows cannot be used", statistics.skipped_rows),
+            format!("{} cannot be used", counted(statistics.skipped_rows, "row")),
         );
         return Err(DataError::NoSamples { set, why });
     }

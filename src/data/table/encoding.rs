@@ -13,6 +13,7 @@ use serde::{Deserialize, Serialize};
 use super::columns::{CellParser, Column, ColumnKind, ColumnRemarks};
 use super::statistics::{CategoryCounts, ColumnStatistics, Moments, TableStatistics};
 use super::{CellValue, MissingPolicy, RowCells, TableSettings, UnknownPolicy};
+use crate::base::units::counted;
 use crate::data::warnings::{self, WARNING};
 use crate::data::{BatchRow, DataError, Features, InputSpec, TargetSpec};
 
@@ -229,7 +230,11 @@ impl RowEncoder {
                 return Err(DataError::Table {
                     file: file.to_owned(),
                     place: String::new(),
-                    problem: format!("the target has {} classes: {}", names.len(), names.join(", ")),
+                    problem: format!(
+                        "the target has {}: {}",
+                        counted(names.len() as u64, "class"),
+                        names.join(", ")
+                    ),
                     hint: "a classifier needs at least two; for regression set `task = \"values\"`",
                 });
             }
@@ -393,7 +398,7 @@ impl RowEncoder {
             // Targets come last and are always listed.
             let inputs = MAX_DESCRIBED_COLUMNS - 1;
             about.drain(inputs..MAX_DESCRIBED_COLUMNS);
-            about.insert(inputs, ("...".into(), format!("{more} more columns")));
+            about.insert(inputs, ("...".into(), counted(more as u64, "more column")));
         }
         let left_out = self.left_out.iter().take(MAX_DESCRIBED_COLUMNS).cloned();
         about.splice(0..0, left_out);
@@ -520,12 +525,15 @@ fn describe_column(
             format!("{target}number{notation}, mean {mean}, std {std}{}{how}", missing(moments.missing))
         }
         (ColumnEncoder::Number { .. }, _) => format!("{target}number{notation}, not standardized"),
-        (ColumnEncoder::Class { list }, _) => format!("{target}{} classes", list.ids.len()),
+        (ColumnEncoder::Class { list }, _) => format!("{target}{}", counted(list.ids.len() as u64, "class")),
         (ColumnEncoder::OneHot { list, .. } | ColumnEncoder::Ordinal { list, .. }, stats) => {
             let lacking =
                 if let Some(ColumnStatistics::Category(counts)) = stats { counts.missing } else { 0 };
             let how = if settings.embed { ", embedded" } else { "" };
-            format!("{target}category of {} values{}{how}", list.ids.len(), missing(lacking))
+            {
+                let values = counted(list.ids.len() as u64, "value");
+                format!("{target}category of {values}{}{how}", missing(lacking))
+            }
         }
     }
 }

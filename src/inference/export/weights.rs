@@ -72,7 +72,7 @@ impl TensorFile {
             Dtype::F32 => WeightDtype::F32,
             Dtype::F16 => WeightDtype::F16,
             Dtype::BF16 => WeightDtype::Bf16,
-            other => return Err(wrong(&self.path, format!("`{name}` is {other:?}, not a float type"))),
+            other => return Err(wrong(&self.path, format!("`{name}` is {other}, not a float type"))),
         };
         let (start, end) = info.data_offsets;
         let mut bytes = vec![0; end - start];

@@ -1,5 +1,7 @@
 //! Makes prompts fit in the model's context beside the tokens that are to follow.
 
+use crate::base::units::counted;
+
 /// What fits beside what.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PromptLimits {
@@ -14,8 +16,9 @@ pub struct PromptLimits {
 /// A prompt that leaves no room for the new tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "the prompt has {tokens} tokens and {max_tokens} are to follow; the model's context is {context}, so at most \
+    "the prompt has {} and {max_tokens} are to follow; the model's context is {context}, so at most \
      {} fit",
+    counted(*tokens as u64, "token"),
     context.saturating_sub(*max_tokens)
 )]
 pub struct PromptTooLong {
@@ -28,7 +31,9 @@ impl PromptTooLong {
     pub fn hint(&self) -> String {
         let fewer = match self.context.saturating_sub(self.tokens) {
             0 => String::new(),
-            left => format!(", or generate at most {left} tokens (`--max-tokens {left}`)"),
+            left => {
+                format!(", or generate at most {} (`--max-tokens {left}`)", counted(left as u64, "token"))
+            }
         };
         format!("shorten the prompt, keep only its end with `--truncate-prompt`{fewer}")
     }

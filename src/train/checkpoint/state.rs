@@ -8,7 +8,7 @@ use crate::data::bad_records::SkippedRecords;
 use crate::data::digest::Digest;
 use crate::data::fingerprint::DataFingerprint;
 use crate::data::order::Cursor;
-use crate::events::event::nullable;
+use crate::events::nullable;
 use crate::job::OptimizerKind;
 use crate::optim::grad_scaler::GradScaler;
 use crate::planner::ExecutionPlan;

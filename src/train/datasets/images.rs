@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use super::inference::Samples;
 use super::{Datasets, Failure};
+use crate::base::units::counted;
 use crate::data::fingerprint::FingerprintInput;
 use crate::data::idx::{self, IdxDataset};
 use crate::data::images::{
@@ -181,7 +182,7 @@ pub(super) fn open_trained_idx(
     let [images, labels] = files else {
         return Err(DataError::InvalidSetting {
             name: "data",
-            value: format!("{} files", files.len()),
+            value: counted(files.len() as u64, "file"),
             expected: "an idx file of images and one of their labels",
         }
         .into());

@@ -5,6 +5,7 @@ use std::time::Instant;
 
 use super::context::RunContext;
 use crate::base::{Phase, Role};
+use crate::events::activity::Work;
 use crate::events::event::Event;
 use crate::graph::network::StepError;
 use crate::kernels::grad_stats::GradStats;
@@ -47,6 +48,11 @@ impl RunCheckpoints {
         (self.last, self.unproven, self.last_finite) = (Some((step, path)), Some(step), step);
     }
 
+    /// Folder of the checkpoint of a step.
+    pub fn path(&self, step: u64) -> String {
+        self.store.path(step).display().to_string()
+    }
+
     /// Folder of the last checkpoint.
     pub fn last_path(&self) -> Option<String> {
         self.last.as_ref().map(|(_, path)| path.display().to_string())
@@ -56,6 +62,7 @@ impl RunCheckpoints {
     pub fn write(&mut self, ctx: &mut RunContext, state: CheckpointState) -> Result<(), Failure> {
         let (begun, step) = (Instant::now(), state.step);
         let (setup, ledger) = (ctx.setup, ctx.engine.host_ledger.clone());
+        ctx.begin(Work::Checkpoint, 0);
         ledger.set_phase(Phase::Checkpoint);
         setup.limit_resident_memory(WorkPhase::Checkpoint);
         let bytes = checkpoint_write_bytes(&setup.layout, setup.dtype);

@@ -6,6 +6,7 @@ use crate::base::{Phase, Role};
 use crate::data::DataError;
 use crate::data::loader::Loader;
 use crate::events::Reporter;
+use crate::events::activity::Work;
 use crate::events::event::Event;
 use crate::graph::network::StepError;
 use crate::memory::{Oom, RefusedBy, Reservation};
@@ -57,6 +58,16 @@ impl<'a> RunContext<'a> {
 
     pub fn record(&mut self, event: Event) -> Result<(), Failure> {
         Ok(self.report.record(event)?)
+    }
+
+    /// Begins work of which `total` samples will be counted.
+    pub fn begin(&self, work: Work, total: u64) {
+        self.report.activity.begin(work, self.position.step, total);
+    }
+
+    /// Counts samples of the current work.
+    pub fn advance(&self, samples: u64) {
+        self.report.activity.advance(samples);
     }
 
     pub fn record_oom(&mut self, oom: &Oom) -> Result<(), Failure> {

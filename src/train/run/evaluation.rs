@@ -12,6 +12,7 @@ use crate::base::{Phase, Role};
 use crate::data::bad_records::DatasetSplit;
 use crate::data::loader::Loader;
 use crate::data::order::Cursor;
+use crate::events::activity::Work;
 use crate::events::event::Event;
 use crate::job::Metric;
 use crate::layers::loss::MetricSums;
@@ -51,19 +52,24 @@ impl Evaluation {
         ctx.report_cudnn_disabled()
     }
 
-    /// Evaluates the validation set. Returns the value of `checkpoint.best` if it is the best so far.
+    /// Evaluates the validation set. A stop request abandons it, and it stays due: a resumed run repeats it.
     pub fn run(
         &mut self,
         ctx: &mut RunContext,
         memory: &mut MemoryControl,
         skipped: &mut SkippedRecordLog,
-    ) -> Result<Option<f64>, Failure> {
+    ) -> Result<EvaluationOutcome, Failure> {
         let (setup, begun) = (ctx.setup, Instant::now());
         ctx.engine.swap_average()?;
         let (mut metric_sums, mut done) = (MetricSums::default(), 0);
+        ctx.begin(Work::Evaluation, setup.datasets.valid.len());
         loop {
             match evaluate_from(ctx, skipped, &mut done, &mut metric_sums) {
-                Ok(()) => break,
+                Ok(true) => break,
+                Ok(false) => {
+                    ctx.engine.swap_average()?;
+                    return Ok(EvaluationOutcome::Abandoned);
+                }
                 Err(UpdateError::Oom(oom)) => memory.shrink_eval_after_oom(ctx, oom)?,
                 Err(UpdateError::Failed(failure)) => return Err(failure),
             }
@@ -95,8 +101,16 @@ impl Evaluation {
         if better {
             self.best = Some((value, step));
         }
-        Ok(better.then_some(value))
+        Ok(if better { EvaluationOutcome::Best(value) } else { EvaluationOutcome::NotBest })
     }
+}
+
+/// How an evaluation ended.
+pub(super) enum EvaluationOutcome {
+    /// The job's `checkpoint.best` has this value, the best so far.
+    Best(f64),
+    NotBest,
+    Abandoned,
 }
 
 fn try_warm_up(ctx: &RunContext) -> Result<(), UpdateError> {
@@ -117,13 +131,13 @@ fn try_warm_up(ctx: &RunContext) -> Result<(), UpdateError> {
 }
 
 /// Evaluates the samples after the first `done`, which it advances: after an OOM the rest is evaluated under another
-/// plan.
+/// plan. Returns whether all were evaluated, and not a stop requested.
 fn evaluate_from(
     ctx: &mut RunContext,
     skipped: &mut SkippedRecordLog,
     done: &mut u64,
     metric_sums: &mut MetricSums,
-) -> Result<(), UpdateError> {
+) -> Result<bool, UpdateError> {
     let (setup, plan, samples) = (ctx.setup, ctx.engine.plan(), ctx.setup.datasets.valid.len());
     ctx.engine.ledger.set_phase(Phase::Eval);
     let micro_batch = plan.eval_micro_batch.min(samples as usize);
@@ -136,16 +150,20 @@ fn evaluate_from(
     let loader = Loader::start(source, setup.valid_order.clone(), from, 1, options);
     let mut loader = loader.map_err(Failure::from)?;
     while *done < samples {
+        if ctx.options.signals.stop_requested().is_some() {
+            return Ok(false);
+        }
         let batch = loader.next().map_err(|error| ctx.map_data_error(error))?;
         let batch = batch.ok_or_else(|| Failure::Data(ended_early()))?;
         if !batch.ids.is_empty() {
             *metric_sums += ctx.engine.evaluate(&batch)?;
         }
         *done += batch.consumed;
+        ctx.advance(batch.consumed);
         let counted = skipped.count(ctx.setup, DatasetSplit::Valid, ctx.position.step, &batch.bad_records)?;
         skipped.keep(ctx, counted)?;
     }
-    Ok(())
+    Ok(true)
 }
 
 fn metrics_of(metric_sums: &MetricSums, requested: &[Metric]) -> BTreeMap<String, f64> {

@@ -1,7 +1,7 @@
 //! How a run ends: stopped by a signal, or done.
 
 use super::{Run, RunOutcome};
-use crate::events::event::{Event, MemoryBytes};
+use crate::events::event::{BestCheckpoint, Event, MemoryBytes};
 use crate::memory::device_heap::HeapStats;
 use crate::memory::measure;
 use crate::memory::process::WorkPhase;
@@ -25,26 +25,30 @@ impl Run<'_> {
     /// Evaluates and writes the last weights, unless that was done, and ends the run.
     pub(super) fn stop_early(&mut self, reason: StopReason) -> Result<RunOutcome, Failure> {
         self.settle_pending_update()?;
-        let (step, job) = (self.ctx.position.step, &self.ctx.setup.job);
-        let metric = job.stop.metric.unwrap_or(job.checkpoint.best);
-        let reason = reason.describe(metric);
+        let (step, reason) = (self.ctx.position.step, self.describe(reason));
         if self.checkpoints.last.as_ref().is_none_or(|(last, _)| *last != step) {
             self.deferred.evaluation = self.ctx.options.observer.is_none();
             self.do_deferred_work()?;
+            if let Some(signal) = self.ctx.options.signals.stop_requested().filter(|_| self.evaluation.due) {
+                return self.stop(signal);
+            }
         }
-        self.ctx.record(Event::StoppedEarly { step, reason })?;
-        self.finish()
+        self.ctx.record(Event::StoppedEarly { step, reason: reason.clone() })?;
+        self.end(Some(reason))
     }
 
     pub(super) fn finish(&mut self) -> Result<RunOutcome, Failure> {
+        let (step, total) = (self.ctx.position.step, self.ctx.setup.total_steps);
+        let max_steps = self.ctx.options.max_steps.filter(|_| step < total);
+        self.end(max_steps.map(|max| format!("--max-steps {max} of {total}")))
+    }
+
+    /// Ends the run; `stopped` says why it ends before its last update.
+    fn end(&mut self, stopped: Option<String>) -> Result<RunOutcome, Failure> {
         let (setup, step) = (self.ctx.setup, self.ctx.position.step);
         setup.limit_resident_memory(WorkPhase::Reporting);
         if !self.overflowed {
             self.prune_checkpoints()?;
-        }
-        let mut metrics = self.evaluation.metrics.clone();
-        if let Some((value, _)) = self.evaluation.best {
-            metrics.insert(format!("best.{}", setup.job.checkpoint.best.name()), value);
         }
         self.memory.measure(&self.ctx);
         if let Some(gpu) = &setup.gpu {
@@ -61,13 +65,20 @@ impl Run<'_> {
                 outside_heap_bytes: gpu.outside_heap_bytes(),
             })?;
         }
+        let best = self.evaluation.best.map(|(value, step)| BestCheckpoint {
+            step,
+            path: self.checkpoints.path(step),
+            metric: setup.job.checkpoint.best.name().into(),
+            value,
+        });
         let (plan, position) = (&self.memory.plan, &self.ctx.position);
         let event = Event::Finished {
             steps: step,
-            epochs: step / setup.order.updates_per_epoch(),
+            stopped,
+            epochs: position.epoch(&setup.order),
             samples: position.samples,
-            metrics,
-            best_step: self.evaluation.best.map(|(_, step)| step),
+            metrics: self.evaluation.metrics.clone(),
+            best,
             planned_peak_bytes: MemoryBytes { ram: plan.peak.ram_bytes, vram: plan.peak.vram_bytes },
             measured_peak_bytes: MemoryBytes { ram: measure::peak_bytes(), vram: self.memory.vram_peak },
             resident_peak_bytes: measure::resident_peak(),

@@ -29,9 +29,9 @@ impl Position {
         self.step >= self.last_step
     }
 
-    /// The epoch of the last update.
+    /// The epoch of the last update, from 1; 0 before the first.
     pub fn epoch(&self, order: &Order) -> u64 {
-        order.update(self.step.saturating_sub(1)).epoch
+        self.step.checked_sub(1).map_or(0, |last| order.update(last).epoch + 1)
     }
 
     /// Moves past an update of these samples.

@@ -4,6 +4,7 @@ use super::context::TrainLoader;
 use super::{Run, UpdateError, ended_early, mean_loss};
 use crate::data::bad_records::DatasetSplit;
 use crate::data::digest::Digest;
+use crate::events::activity::Work;
 use crate::events::event::Event;
 use crate::kernels::grad_stats::GradStats;
 use crate::memory::measure;
@@ -18,6 +19,7 @@ use crate::train::engine::UpdateGradStats;
 pub(super) struct PendingUpdate {
     pub grad_stats: UpdateGradStats,
     lr: f64,
+    /// From 1.
     epoch: u64,
     ids: Vec<u64>,
     step: u64,
@@ -64,6 +66,7 @@ impl Run<'_> {
         let (mut pending_sums, mut ids, mut wait_s) =
             (Vec::new(), Vec::with_capacity(span.len() as usize), 0.0);
         let (mut taken, mut bad) = (0, Vec::new());
+        ctx.begin(Work::Update, span.len());
         while taken < span.len() {
             let batch = train_loader.loader.next().map_err(|error| ctx.map_data_error(error))?;
             let batch = batch.ok_or_else(|| Failure::Data(ended_early()))?;
@@ -74,6 +77,7 @@ impl Run<'_> {
             if !batch.ids.is_empty() {
                 pending_sums.push(ctx.engine.forward_backward(&batch, self.grad_scaler.factor)?);
             }
+            ctx.advance(batch.consumed);
         }
         // An observer, or a dynamic loss scale, needs the statistics before the next update.
         let now = ctx.options.observer.is_some() || self.grad_scaler.is_dynamic();
@@ -102,7 +106,8 @@ impl Run<'_> {
         if let Some(observer) = &ctx.options.observer {
             observer.on_update(position.step, &ctx.engine.store, position.digest)?;
         }
-        let (epoch, step, samples, digest) = (span.epoch, position.step, position.samples, position.digest);
+        let (epoch, step, samples, digest) =
+            (span.epoch + 1, position.step, position.samples, position.digest);
         Ok(PendingUpdate { grad_stats, lr, epoch, ids, step, samples, digest, plan, wait_s })
     }
 

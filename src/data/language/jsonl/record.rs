@@ -8,6 +8,7 @@ use super::super::tokenizer::Tokenizer;
 use super::chat_formats::{self, ChatFormat};
 use super::lines::LineContext;
 use super::template::{ChatTemplate, RenderedChat};
+use crate::base::units::counted;
 use crate::data::bad_records::BadRecordPolicy;
 
 /// Which part of a record is the text.
@@ -116,13 +117,19 @@ impl RecordReader<'_> {
         // Next-token prediction needs an input and a target; classification needs one token.
         let least = if self.label.is_some() { 1 } else { 2 };
         if ids.len() < least {
-            return Err(bad(format!("it has {full_len} tokens, and a sample needs at least {least}")));
+            return Err(bad(format!(
+                "it has {}, and a sample needs at least {least}",
+                counted(full_len, "token")
+            )));
         }
         if ids.len() > self.max_tokens {
             match self.too_long {
                 OverlongPolicy::Reject => {
-                    let problem =
-                        format!("it has {full_len} tokens, and a sample has at most {}", self.max_tokens);
+                    let problem = format!(
+                        "it has {}, and a sample has at most {}",
+                        counted(full_len, "token"),
+                        self.max_tokens
+                    );
                     return Err(bad(problem));
                 }
                 // Keep the trailing special tokens, such as `[SEP]`.
@@ -137,7 +144,10 @@ impl RecordReader<'_> {
             loss_mask.shrink_to_fit();
         }
         if !loss_mask.is_empty() && !loss_mask.contains(&true) {
-            let problem = format!("its first answer is beyond the {} tokens of a sample", self.max_tokens);
+            let problem = format!(
+                "its first answer is beyond the {} of a sample",
+                counted(self.max_tokens as u64, "token")
+            );
             return Err(bad(problem));
         }
         Ok(Document { ids, loss_mask, label, full_len })

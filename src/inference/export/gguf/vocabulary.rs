@@ -173,9 +173,13 @@ fn family(json: &Value) -> Result<Family, ExportError> {
         _ => vec![split.clone()],
     };
     let kinds: Vec<&str> = parts.iter().filter_map(|part| part["type"].as_str()).collect();
+    let splits = || match kinds.is_empty() {
+        true => "no pre-tokenizer".to_owned(),
+        false => format!("the pre-tokenizer {}", kinds.join(" + ")),
+    };
     let unknown = "a split into words that llama.cpp has under a name (GPT-2, Llama 3, Qwen 2, SmolLM)";
     let Some(byte_level) = parts.last().filter(|part| part["type"] == "ByteLevel") else {
-        return refuse(format!("the pre-tokenizer {kinds:?}"), unknown);
+        return refuse(splits(), unknown);
     };
     if !json["normalizer"].is_null() && json["normalizer"]["type"] != "NFC" {
         return refuse(format!("the normalizer {}", json["normalizer"]["type"]), "text as it is");
@@ -197,7 +201,7 @@ fn family(json: &Value) -> Result<Family, ExportError> {
     };
     match name {
         Some(name) => Ok(Family::ByteLevel(name)),
-        None => refuse(format!("the pre-tokenizer {kinds:?}"), unknown),
+        None => refuse(splits(), unknown),
     }
 }
 
