@@ -75,6 +75,10 @@ fn type_text(field: &Value, named: &mut BTreeSet<String>) -> String {
         named.insert(name.to_owned());
         return format!("[{name}](#{})", name.to_lowercase());
     }
+    if let Some(choices) = field["anyOf"].as_array() {
+        let choices: Vec<String> = choices.iter().map(|choice| type_text(choice, named)).collect();
+        return choices.join(" or ");
+    }
     let words: Vec<&str> = match &field["type"] {
         Value::Array(types) => types.iter().filter_map(Value::as_str).collect(),
         other => other.as_str().into_iter().collect(),
