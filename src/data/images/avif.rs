@@ -12,7 +12,7 @@ use crate::base::panics::catch_panic;
 
 /// Bytes per pixel that decoding takes besides its output: copies of the compressed image, three planes of 16 bits in
 /// whole blocks, and what the decoder keeps per block.
-pub const DECODER_BYTES_PER_PIXEL: u64 = 32;
+pub const DECODER_BYTES_PER_PIXEL: u64 = 20;
 
 /// Boxes that are looked at before the parser gives up.
 const MAX_BOXES: usize = 200;

@@ -63,8 +63,10 @@ impl Operation {
         spare: &mut Vec<u8>,
     ) {
         let [height, width, channels] = shape;
-        let strength = magnitude as f64 / MAX_MAGNITUDE as f64;
-        let signed = |most: f64| if negative { -most * strength } else { most * strength };
+        let signed = |most: f32| {
+            let value = linspace(most, magnitude);
+            if negative { -value } else { value }
+        };
         let still = AffineParameters {
             center: [0.0; 2],
             degrees: 0.0,
@@ -74,7 +76,7 @@ impl Operation {
         };
         let mut moved = |parameters| AffineMap::new(&parameters).apply(shape, image, spare);
         let shear = || signed(0.3).atan().to_degrees();
-        let shift = |side: usize| signed(150.0 / 331.0 * side as f64).trunc();
+        let shift = |side: usize| signed((150.0 / 331.0 * side as f64) as f32).trunc();
         let factor = || (1.0 + signed(0.9)) as f32;
         match self {
             Self::Identity => {}
@@ -90,7 +92,10 @@ impl Operation {
             Self::Color => enhance::saturation(image, channels, factor()),
             Self::Contrast => enhance::contrast(image, channels, factor()),
             Self::Sharpness => enhance::sharpness(shape, image, spare, factor()),
-            Self::Posterize => enhance::posterize(image, 8 - (4.0 * strength).round() as u32),
+            Self::Posterize => {
+                let dropped = 4.0 * magnitude as f64 / MAX_MAGNITUDE as f64;
+                enhance::posterize(image, 8 - dropped.round() as u32);
+            }
             Self::Solarize => {
                 enhance::solarize(image, 255.0 - 255.0 / MAX_MAGNITUDE as f64 * magnitude as f64)
             }
@@ -98,6 +103,16 @@ impl Operation {
             Self::Equalize => enhance::equalize(image, channels),
         }
     }
+}
+
+/// `magnitude` of [`MAX_MAGNITUDE`] steps from 0 to `most`, in f32 from the nearer end: `torch.linspace`, to the last
+/// bit, which the truncation of bytes makes visible.
+fn linspace(most: f32, magnitude: usize) -> f64 {
+    let step = most / MAX_MAGNITUDE as f32;
+    f64::from(match magnitude < MAX_MAGNITUDE / 2 {
+        true => step * magnitude as f32,
+        false => (-step).mul_add((MAX_MAGNITUDE - magnitude) as f32, most),
+    })
 }
 
 impl RandAugment {

@@ -177,7 +177,7 @@ fn images_are_decoded_as_pillow_decodes_them() {
 #[cfg(feature = "avif")]
 #[test]
 fn avif_is_decoded_as_pillow_decodes_it() {
-    compare_with_pillow("avif.json", 3);
+    compare_with_pillow("avif.json", 6);
 }
 
 #[cfg(not(feature = "avif"))]
