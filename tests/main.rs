@@ -9,6 +9,7 @@ mod dispatch;
 mod docs;
 mod durable;
 mod export;
+mod exported;
 mod faults;
 #[allow(dead_code)]
 #[path = "../src/data/images/fixtures.rs"]

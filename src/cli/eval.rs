@@ -56,7 +56,7 @@ pub fn parse_test_time(text: &str) -> Result<TestTimeAugmentation, String> {
 /// A trained model on the command line.
 #[derive(Clone, Debug, Args)]
 pub struct ModelArgs {
-    /// A run, or one of its checkpoints: a folder
+    /// The folder of a run, of one of its checkpoints or of an export
     #[arg(value_name = "RUN", value_hint = clap::ValueHint::DirPath)]
     pub run: PathBuf,
     /// Which checkpoint of the run: best, last or step-N

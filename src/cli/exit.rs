@@ -120,12 +120,14 @@ impl Exit {
             Failure::FolderTaken(_)
             | Failure::NotARun(_)
             | Failure::NoCheckpoint(_)
+            | Failure::UnsupportedModel { .. }
             | Failure::Locked { .. } => Exit::Usage,
             Failure::JobChanged(_) | Failure::UnknownExperiment(_) | Failure::DataChanged(_) => Exit::Usage,
             Failure::Io { .. } | Failure::DiskTooSmall { .. } => Exit::Failure,
             Failure::Report(_) | Failure::Tensor(_) => Exit::Failure,
             Failure::NoWholeCheckpoint { .. }
             | Failure::UnusableCheckpoint { .. }
+            | Failure::UnusableExport { .. }
             | Failure::ForeignCheckpoint { .. } => Exit::Failure,
         }
     }

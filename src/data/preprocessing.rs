@@ -24,6 +24,11 @@ pub struct Preprocessing {
 }
 
 impl Preprocessing {
+    /// Of a language model.
+    pub fn new(features: Features, template: Option<String>) -> Self {
+        Self { format: FORMAT, features, table: None, template }
+    }
+
     pub fn of(dataset: &dyn Dataset, template: Option<String>) -> Self {
         Self {
             format: FORMAT,

@@ -33,13 +33,16 @@ pub use self::weights::WeightDtype;
 
 use self::folder::ExportFolder;
 use self::safetensors_file::TensorHeader;
+use self::tokenizer::ExportedTokenizer;
 use self::weights::{TensorFile, TensorMapping, WeightFiles, all_specs, by_param, restore};
 use super::trained_model::TrainedModel;
 use crate::base::features::{Features, InputSpec};
+use crate::data::preprocessing::Preprocessing;
 use crate::job::{ImageFit, ModelConfig, SourceConfig};
 use crate::layers::Layer;
 use crate::layers::norm::NormLayer;
 use crate::models::{self, BuiltModel};
+use crate::train::checkpoint::PREPROCESSING;
 use crate::train::datasets::images;
 
 /// The files to export to.
@@ -204,6 +207,8 @@ pub struct ExportSource<'a> {
     pub job: Value,
     /// How a raw input becomes a sample: columns, means, categories, image size.
     pub preprocessing: Value,
+    /// The same as checkpoints keep it, so that the export can be used here too.
+    pub kept: Option<&'a Preprocessing>,
     /// Updates that the model was trained for.
     pub step: u64,
 }
@@ -211,14 +216,9 @@ pub struct ExportSource<'a> {
 impl<'a> ExportSource<'a> {
     pub fn new(model: &'a TrainedModel) -> Self {
         let (job, preprocessing) = (&model.job, &model.preprocessing);
-        let tokens = match &job.data.source {
-            SourceConfig::Text(text) => &text.tokens,
-            SourceConfig::Jsonl(jsonl) => &jsonl.tokens,
-            _ => "",
-        };
         let tokenizer = match model.tokenizer() {
+            _ if model.tokens() == "bytes" => TokenizerSource::Bytes,
             Some(file) => TokenizerSource::File(file),
-            None if tokens == "bytes" => TokenizerSource::Bytes,
             None => TokenizerSource::None,
         };
         Self {
@@ -232,6 +232,7 @@ impl<'a> ExportSource<'a> {
             image: image_preprocessing(&job.data.source, &preprocessing.features),
             job: json!(job),
             preprocessing: json!({ "table": preprocessing.table, "data": job.data }),
+            kept: Some(preprocessing),
             step: model.step,
         }
     }
@@ -335,19 +336,18 @@ pub fn export(
     let folder = ExportFolder::create(&options.folder, options.force)?;
     let dtype = options.dtype();
     let notes = match options.format {
-        ExportFormat::Safetensors | ExportFormat::Hf => {
+        ExportFormat::Safetensors => {
             write_safetensors(source, &built, options, &folder, progress)?;
-            match options.format {
-                ExportFormat::Hf => huggingface::write_files(source, &built, dtype, &folder)?,
-                _ => {
-                    folder.write(description::FILE, description::pretty(source).as_bytes())?;
-                    Vec::new()
-                }
-            }
+            Vec::new()
+        }
+        ExportFormat::Hf => {
+            write_safetensors(source, &built, options, &folder, progress)?;
+            huggingface::write_files(source, &built, dtype, &folder)?
         }
         ExportFormat::Gguf => gguf::write(source, &built, options, &folder, progress)?,
         ExportFormat::Onnx => onnx::write(source, &built, dtype, &folder, progress)?,
     };
+    write_description(source, &folder)?;
     let files = folder.commit()?;
     Ok(ExportSummary {
         format: options.format.name(),
@@ -361,6 +361,18 @@ pub fn export(
         notes,
         comparison: Vec::new(),
     })
+}
+
+/// Writes what the commands here need to open the export, whatever its format.
+fn write_description(source: &ExportSource, folder: &ExportFolder) -> Result<(), ExportError> {
+    folder.write(description::FILE, description::pretty(source).as_bytes())?;
+    if let Some(kept) = source.kept {
+        folder.write(PREPROCESSING, &kept.to_json())?;
+    }
+    if let Some(tokenizer) = ExportedTokenizer::load(source)? {
+        tokenizer.write(source, folder)?;
+    }
+    Ok(())
 }
 
 /// Bytes of a tensor's copies that are alive together, per value: as read, transformed, and encoded.

@@ -5,6 +5,7 @@
 
 pub mod evaluate;
 pub mod export;
+mod exported_model;
 pub mod generate;
 pub mod predict;
 pub mod session;

@@ -1,15 +1,17 @@
 //! A trained model on disk: which checkpoint of a run, its job, what turns inputs into samples, and its weights.
 //!
-//! Everything comes from the checkpoint folder, so that a run can be moved and its training data deleted.
+//! Everything comes from the checkpoint folder, so that a run can be moved and its training data deleted. Exports, and
+//! language models that transformers saved, are opened by [`exported_model`](super::exported_model).
 
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
+use super::exported_model;
 use crate::base::features::Features;
 use crate::base::regular_file;
 use crate::data::preprocessing::Preprocessing;
-use crate::job::Job;
+use crate::job::{Job, SourceConfig};
 use crate::train::Failure;
 use crate::train::checkpoint::{self, CheckpointState, Checkpoints};
 use crate::train::run_dir::RunDir;
@@ -49,13 +51,24 @@ impl fmt::Display for CheckpointChoice {
     }
 }
 
-/// A checkpoint that can be used.
+/// Where a model comes from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Origin {
+    Checkpoint,
+    /// What `trainer export` wrote.
+    Export,
+    /// What transformers saved.
+    Published,
+}
+
+/// A model that can be used.
 pub struct TrainedModel {
     /// The resolved job.
     pub job: Job,
     pub preprocessing: Preprocessing,
-    /// The checkpoint folder.
-    pub checkpoint: PathBuf,
+    pub origin: Origin,
+    /// The folder of the checkpoint or of the export.
+    pub folder: PathBuf,
     /// Weights and running statistics: the file with the EMA of the weights if the run kept one.
     pub weights: PathBuf,
     /// Running statistics, if `weights` has none.
@@ -64,14 +77,21 @@ pub struct TrainedModel {
     /// Whether the run evaluated it as the best so far.
     pub is_best: bool,
     pub uses_ema: bool,
+    /// Holds `weights` if those of an export had to be converted.
+    pub(super) converted: Option<tempfile::TempPath>,
 }
 
 /// Upper bound on the size of `preprocessing.json`.
 const MAX_PREPROCESSING_BYTES: u64 = 1 << 30;
 
 impl TrainedModel {
-    /// Opens the run or checkpoint at `path`; `sets` override keys of its job.
+    /// Opens the run, checkpoint or export at `path`; `sets` override keys of its job.
     pub fn open(path: &Path, choice: CheckpointChoice, sets: &[String]) -> Result<Self, Failure> {
+        if !is_run_or_checkpoint(path)
+            && let Some(exported) = exported_model::open(path, sets)?
+        {
+            return Ok(exported);
+        }
         let (state, folder) = find(path, choice)?;
         let unusable = |problem: String| Failure::UnusableCheckpoint { folder: folder.clone(), problem };
         let file = folder.join(checkpoint::PREPROCESSING);
@@ -85,11 +105,7 @@ impl TrainedModel {
             .map_err(|problem| unusable(format!("`{}`: {problem}", checkpoint::PREPROCESSING)))?;
         let job: Job = serde_json::from_value(state.job.clone())
             .map_err(|error| unusable(format!("its job cannot be read: {error}")))?;
-        let job = match sets {
-            [] => job,
-            sets => Job::parse(&job.to_toml(), &folder, sets)
-                .map_err(|errors| unusable(format!("its job does not take `--set`: {errors}")))?,
-        };
+        let job = with_sets(job, &folder, sets).map_err(unusable)?;
         let average = folder.join(checkpoint::AVERAGE);
         let uses_ema = average.exists();
         let model = folder.join(checkpoint::MODEL);
@@ -100,8 +116,10 @@ impl TrainedModel {
             statistics: model,
             step: state.step,
             is_best: state.best.is_some_and(|(_, step)| step == state.step),
-            checkpoint: folder,
+            origin: Origin::Checkpoint,
+            folder,
             uses_ema,
+            converted: None,
         })
     }
 
@@ -112,15 +130,45 @@ impl TrainedModel {
 
     /// The tokenizer, if the data is text.
     pub fn tokenizer(&self) -> Option<PathBuf> {
-        Some(self.checkpoint.join(checkpoint::TOKENIZER)).filter(|file| file.exists())
+        Some(self.folder.join(checkpoint::TOKENIZER)).filter(|file| file.exists())
+    }
+
+    /// What a token is, as the job says: `characters`, `bytes`, a file, or nothing if the data is not text.
+    pub fn tokens(&self) -> &str {
+        match &self.job.data.source {
+            SourceConfig::Text(text) => &text.tokens,
+            SourceConfig::Jsonl(jsonl) => &jsonl.tokens,
+            _ => "",
+        }
     }
 
     /// One line that says which weights are used.
     pub fn describe(&self) -> String {
-        let best = if self.is_best { ", the best" } else { "" };
-        let ema = if self.uses_ema { ", EMA weights" } else { "" };
-        format!("{} (step {}{best}{ema})", self.checkpoint.display(), self.step)
+        let folder = self.folder.display();
+        match self.origin {
+            Origin::Checkpoint => {
+                let best = if self.is_best { ", the best" } else { "" };
+                let ema = if self.uses_ema { ", EMA weights" } else { "" };
+                format!("{folder} (step {}{best}{ema})", self.step)
+            }
+            Origin::Export => format!("{folder} (an export of step {})", self.step),
+            Origin::Published => format!("{folder} (a published model)"),
+        }
     }
+}
+
+/// The job with what the command line overrides.
+pub(super) fn with_sets(job: Job, folder: &Path, sets: &[String]) -> Result<Job, String> {
+    match sets {
+        [] => Ok(job),
+        sets => Job::parse(&job.to_toml(), folder, sets)
+            .map_err(|errors| format!("its job does not take `--set`: {errors}")),
+    }
+}
+
+fn is_run_or_checkpoint(path: &Path) -> bool {
+    let run = RunDir::new(path);
+    checkpoint::is_checkpoint(path) || run.job().exists() || run.checkpoints().exists()
 }
 
 /// The state and the folder of the checkpoint that is meant, with every file intact.

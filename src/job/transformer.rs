@@ -57,6 +57,9 @@ pub struct LlamaConfig {
     /// Base of the rotary embedding's wavelengths.
     #[schemars(extend("exclusiveMinimum" = 0.0))]
     pub rope_theta: f64,
+    /// Added to the mean square in RMS norms; published models have 1e-5 or 1e-6 (`rms_norm_eps`).
+    #[schemars(range(max = 1.0), extend("exclusiveMinimum" = 0.0))]
+    pub norm_eps: f64,
     /// Tie the output layer's weights to the token embedding.
     pub tie: bool,
 }
@@ -71,6 +74,7 @@ impl Default for LlamaConfig {
             hidden: 384,
             context: 64,
             rope_theta: 10_000.0,
+            norm_eps: 1e-6,
             tie: false,
         }
     }

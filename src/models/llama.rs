@@ -15,8 +15,6 @@ use crate::layers::norm::NormLayer;
 use crate::layers::packed_linear::PackedLinear;
 use crate::layers::swiglu::Swiglu;
 
-const EPS: f64 = 1e-6;
-
 pub(super) fn build(llama: &LlamaConfig, b: &mut NetworkBuilder) -> Result<(), ModelError> {
     let (length, vocab) = token_dims(b, "llama", llama.context)?;
     let attn = "model.layers.0.self_attn";
@@ -44,7 +42,7 @@ pub(super) fn build(llama: &LlamaConfig, b: &mut NetworkBuilder) -> Result<(), M
         let name = format!("model.layers.{n}");
         b.begin_block(&name);
         add_residual(b, &format!("{name}.self_attn"), |b| {
-            add_norm(b, &format!("{name}.input_layernorm"));
+            add_norm(b, &format!("{name}.input_layernorm"), llama.norm_eps);
             let kv = heads.kv_heads * heads.head_dim;
             add_packed_linear(
                 b,
@@ -65,7 +63,7 @@ pub(super) fn build(llama: &LlamaConfig, b: &mut NetworkBuilder) -> Result<(), M
             Ok(())
         })?;
         add_residual(b, &format!("{name}.mlp"), |b| {
-            add_norm(b, &format!("{name}.post_attention_layernorm"));
+            add_norm(b, &format!("{name}.post_attention_layernorm"), llama.norm_eps);
             add_packed_linear(
                 b,
                 &format!("{name}.mlp"),
@@ -77,12 +75,12 @@ pub(super) fn build(llama: &LlamaConfig, b: &mut NetworkBuilder) -> Result<(), M
         })?;
     }
     b.begin_block("model.norm");
-    add_norm(b, "model.norm");
+    add_norm(b, "model.norm", llama.norm_eps);
     lm_head(b, "llama", vocab, llama.tie.then_some(table))
 }
 
-fn add_norm(b: &mut NetworkBuilder, name: &str) {
-    let layer = NormLayer::rms_norm(&mut b.registry, name, &b.shape, EPS);
+fn add_norm(b: &mut NetworkBuilder, name: &str, eps: f64) {
+    let layer = NormLayer::rms_norm(&mut b.registry, name, &b.shape, eps);
     b.push_layer(layer);
 }
 

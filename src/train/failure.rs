@@ -81,6 +81,10 @@ pub enum Failure {
     NoCheckpoint(PathBuf),
     #[error("the checkpoint `{}` cannot be used: {problem}", folder.display())]
     UnusableCheckpoint { folder: PathBuf, problem: String },
+    #[error("`{}` cannot be used as a model: {problem}", folder.display())]
+    UnusableExport { folder: PathBuf, problem: String },
+    #[error("`{}` has a model that is not supported: {problem}", folder.display())]
+    UnsupportedModel { folder: PathBuf, problem: String },
     #[error("the job of the run in `{}` is unknown: it has no checkpoint, and its job.toml cannot be read", .0.display())]
     UnknownExperiment(PathBuf),
     #[error("the data is not what the run was trained on: {}", .0.join("; "))]
@@ -189,6 +193,17 @@ impl Failure {
             Failure::UnusableCheckpoint { .. } => {
                 Some("`--checkpoint last` or `--checkpoint step-N` takes another one".into())
             }
+            Failure::NotARun(_) => Some(
+                "expected the folder of a run, of one of its checkpoints or of an export".into(),
+            ),
+            Failure::UnusableExport { .. } => {
+                Some("export the model again, or give the run that it came from".into())
+            }
+            Failure::UnsupportedModel { .. } => Some(
+                "`gpt2` and `llama` models are supported as transformers saves them, and everything that `trainer export` \
+                 writes"
+                    .into(),
+            ),
             Failure::UnknownExperiment(_) => Some("start a new run in another folder".into()),
             Failure::DataChanged(_) => {
                 Some("start a new run, restore the data, or add `--allow-changed-data` to resume on the changed data".into())

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 
 use super::Failure;
 use super::checkpoint::Checkpoints;
+use crate::data::language::tokenizer::SETTINGS_FILES;
 use crate::job::Job;
 
 /// Paths of a run.
@@ -95,7 +96,10 @@ impl RunDir {
             self.summary(),
             self.oom(),
             self.metrics(),
-        ] {
+        ]
+        .into_iter()
+        .chain(SETTINGS_FILES.map(|name| self.root.join(name)))
+        {
             let full = path.with_added_extension("tmp");
             for leftover in [path.with_extension("tmp"), full].into_iter().filter(|left| left.exists()) {
                 fs::remove_file(&leftover).map_err(Failure::io("remove", leftover))?;

@@ -6,7 +6,7 @@ use std::sync::{Arc, OnceLock};
 use candle_core::{DType, Device};
 
 use super::Failure;
-use super::datasets::Datasets;
+use super::datasets::{self, Datasets};
 use super::initial_weights::InitialWeights;
 use crate::base::features::{Features, TargetSpec};
 use crate::base::units::Bytes;
@@ -214,7 +214,7 @@ impl Setup {
             optimizer_is_fixed: false,
             loss,
             preprocessing: Preprocessing::of(datasets.valid.as_ref(), template),
-            tokenizer_bytes: datasets.train.tokenizer_json().map_or(0, |text| text.len() as u64),
+            tokenizer_bytes: tokenizer_bytes(&job, datasets.train.as_ref()),
             data_cache_bytes: 0,
             large_images: Arc::default(),
             opened_heap_bytes: 0,
@@ -390,6 +390,13 @@ pub fn fused_network(
         false => network.fuse(MicroBatchSpec { batch: 1, dtype, backend }),
     };
     Ok(BuiltModel { network, layout })
+}
+
+/// Bytes of the tokenizer and of what was published beside it; 0 if there is none.
+fn tokenizer_bytes(job: &Job, dataset: &dyn Dataset) -> u64 {
+    let settings = || datasets::tokenizer_settings(job).into_iter().filter_map(|file| file.metadata().ok());
+    let tokenizer = dataset.tokenizer_json().map(|text| text.len() as u64);
+    tokenizer.map_or(0, |bytes| bytes + settings().map(|file| file.len()).sum::<u64>())
 }
 
 /// Dtype of activations: what the job says or, on the reference backend, f32, which candle has everywhere.

@@ -7,6 +7,7 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use candle_core::{DType, Tensor};
+use half::{bf16, f16};
 use safetensors::tensor::{self, Dtype, SafeTensors, serialize_to_file};
 
 use super::Failure;
@@ -297,6 +298,46 @@ impl MappedFile {
         }
     }
 
+    /// Copies a parameter of any float type.
+    fn read_floats(&self, tensors: &SafeTensors, spec: &TensorSpec, into: &mut [f32]) -> Result<(), String> {
+        let name = spec.name.as_str();
+        // A language model that was saved without its head has names without the prefix of the body.
+        let bare = name.split_once('.').filter(|(prefix, _)| ["transformer", "model"].contains(prefix));
+        let found = tensors.tensor(name).ok().or_else(|| tensors.tensor(bare?.1).ok());
+        let tensor = found.ok_or_else(|| format!("it has no `{name}`"))?;
+        if tensor.shape() != spec.shape {
+            return Err(format!("`{name}` has shape {:?} there and {:?} here", tensor.shape(), spec.shape));
+        }
+        let data = tensor.data();
+        match tensor.dtype() {
+            Dtype::F32 => self.read_param(data, &spec.shape, spec.memory_format, into),
+            Dtype::F16 => self.read_half(data, spec, into, |bytes| f16::from_le_bytes(bytes).to_f32()),
+            Dtype::BF16 => self.read_half(data, spec, into, |bytes| bf16::from_le_bytes(bytes).to_f32()),
+            other => {
+                return Err(format!("`{name}` is {other:?} there, and not a float type of up to 32 bits"));
+            }
+        }
+        Ok(())
+    }
+
+    /// Decodes a parameter of a half type.
+    fn read_half(&self, from: &[u8], spec: &TensorSpec, into: &mut [f32], decode: impl Fn([u8; 2]) -> f32) {
+        match spec.memory_format {
+            MemoryFormat::Contiguous => {
+                for (from, into) in from.chunks(COPY_CHUNK_BYTES).zip(into.chunks_mut(COPY_CHUNK_BYTES / 2)) {
+                    into.iter_mut()
+                        .zip(from.as_chunks().0)
+                        .for_each(|(value, bytes)| *value = decode(*bytes));
+                    self.release_pages(from);
+                }
+            }
+            MemoryFormat::ChannelsLast => {
+                permute_filter(from.as_chunks().0, into, &spec.shape, FilterPermutation::FromFile, decode);
+                self.release_pages(from);
+            }
+        }
+    }
+
     /// Copies bytes of the file chunk by chunk, releasing pages as it goes.
     fn copy_bytes(&self, from: &[u8], into: &mut [u8]) {
         for (from, into) in from.chunks(COPY_CHUNK_BYTES).zip(into.chunks_mut(COPY_CHUNK_BYTES)) {
@@ -341,15 +382,15 @@ fn checked_bytes<'a>(
     Ok(tensor.data())
 }
 
-/// Loads the tensors of a file by name into views of any float dtype, one tensor at a time.
+/// Loads the tensors of a file by name into views of any float dtype, one tensor at a time. The file may have another
+/// float type than the views, as exports do.
 pub fn load_views(file: &Path, flat: &FlatLayout, views: &[Tensor]) -> Result<(), Failure> {
     let mismatch = |reason: String| Failure::ForeignCheckpoint { path: file.to_owned(), reason };
     let mapped = MappedFile::open(file)?;
     let tensors = SafeTensors::deserialize(&mapped.0).map_err(|e| mismatch(e.to_string()))?;
     for ((spec, _), view) in flat.in_declaration_order().zip(views) {
-        let bytes = checked_bytes(&tensors, &spec.name, Dtype::F32, &spec.shape).map_err(mismatch)?;
         let mut values = vec![0f32; spec.len()];
-        mapped.read_param(bytes, &spec.shape, spec.memory_format, &mut values);
+        mapped.read_floats(&tensors, spec, &mut values).map_err(mismatch)?;
         let values = Tensor::from_vec(values, spec.len(), view.device())?;
         cast_into(&values, &view.flatten_all()?)?;
     }

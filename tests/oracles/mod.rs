@@ -25,6 +25,7 @@ fn llama() {
         hidden: 40,
         context: 80,
         rope_theta: 5000.0,
+        norm_eps: 1e-6,
         tie: false,
     });
     language_model("llama", model, 3, 70, 37).check_against_pytorch(&[&[1, 2], &[1, 1, 1]]);

@@ -3,6 +3,7 @@
 mod huggingface;
 mod limits;
 mod pre_tokenizer;
+mod settings;
 
 use std::path::PathBuf;
 
@@ -14,6 +15,7 @@ use super::token_storage::TokenWidth;
 use crate::data::DatasetContext;
 
 pub use huggingface::{HfTokenizer, MAX_TOKENIZER_BYTES};
+pub use settings::{MAX_SETTINGS_BYTES, SETTINGS_FILES, settings_beside, settings_files};
 
 /// Memory estimates: bytes per byte of the tokenizer file while loading, and bytes per thread while tokenizing (cached
 /// words, texts, ids). GPT-2's tokenizer takes 54 MiB in total with two threads, from a 2 MiB file.

@@ -10,7 +10,7 @@ use super::error::ExportError;
 use super::folder::ExportFolder;
 use super::tokenizer::ExportedTokenizer;
 use super::weights::{TensorMapping, Transform, WeightDtype, all_specs};
-use super::{ExportSource, description, norm_eps};
+use super::{ExportSource, norm_eps};
 use crate::base::features::InputSpec;
 use crate::job::{BertConfig, GptConfig, ImageFit, LlamaConfig, ModelConfig, VitConfig};
 use crate::models::BuiltModel;
@@ -84,19 +84,14 @@ pub(super) fn write_files(
         write_json("generation_config.json", &generation_config(source.model, tokenizer.as_ref()))?;
     }
     match &tokenizer {
-        Some(tokenizer) => {
-            write_json("tokenizer.json", &tokenizer.json)?;
-            write_json("tokenizer_config.json", &tokenizer_config(source, tokenizer))?;
-        }
         None if matches!(source.features.input, InputSpec::Tokens { .. }) => {
             notes.push("the run has no tokenizer: transformers takes and gives token ids".into());
         }
-        None => {}
+        _ => {}
     }
     if let (ModelConfig::Vit(_), InputSpec::Floats { shape }) = (source.model, &source.features.input) {
         write_json("preprocessor_config.json", &image_processor(source, shape))?;
     }
-    folder.write(description::FILE, description::pretty(source).as_bytes())?;
     folder.write("README.md", card::text(source, tokenizer.is_some()).as_bytes())?;
     Ok(notes)
 }
@@ -131,6 +126,7 @@ fn config(
             hidden,
             context,
             rope_theta,
+            norm_eps: _,
             tie,
         }) => json!({
             "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": vocab,
@@ -188,40 +184,13 @@ fn special_ids(tokenizer: Option<&ExportedTokenizer>) -> (Option<u32>, Option<u3
     tokenizer.map_or((None, None), |tokenizer| (id(&tokenizer.bos), id(&tokenizer.eos)))
 }
 
-/// The id of the first added token called like a padding token.
-fn pad_token(tokenizer: &ExportedTokenizer) -> Option<(&str, u64)> {
-    let added = tokenizer.json["added_tokens"].as_array()?;
-    added.iter().find_map(|token| {
-        let text = token["content"].as_str()?;
-        ["[PAD]", "<pad>", "<|pad|>"].contains(&text).then_some((text, token["id"].as_u64()?))
-    })
-}
-
 fn pad_id(tokenizer: Option<&ExportedTokenizer>) -> Option<u64> {
-    tokenizer.and_then(pad_token).map(|(_, id)| id)
+    tokenizer.and_then(ExportedTokenizer::pad).map(|(_, id)| id)
 }
 
 fn generation_config(model: &ModelConfig, tokenizer: Option<&ExportedTokenizer>) -> Value {
     let (bos, eos) = special_ids(tokenizer);
     json!({ "bos_token_id": bos.or(eos), "eos_token_id": eos, "max_length": model.context() })
-}
-
-fn tokenizer_config(source: &ExportSource, tokenizer: &ExportedTokenizer) -> Value {
-    let text = |token: &Option<(String, u32)>| token.as_ref().map(|(text, _)| text.clone());
-    let mut config = json!({
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": source.model.context(),
-        "bos_token": text(&tokenizer.bos),
-        "eos_token": text(&tokenizer.eos),
-        "clean_up_tokenization_spaces": false,
-    });
-    if let Some((pad, _)) = pad_token(tokenizer) {
-        config["pad_token"] = pad.into();
-    }
-    if let Some(template) = source.chat_template {
-        config["chat_template"] = template.into();
-    }
-    config
 }
 
 /// `preprocessor_config.json`: resize, scale to 0 to 1, normalize.
@@ -277,6 +246,7 @@ mod tests {
                 image: Some(image(fit)),
                 job: Value::Null,
                 preprocessing: Value::Null,
+                kept: None,
                 step: 0,
             };
             image_processor(&source, &[16, 16, 3])

@@ -178,6 +178,7 @@ impl Case {
             image: None,
             job: json!({ "model": self.model }),
             preprocessing: json!({ "columns": [] }),
+            kept: None,
             step: 5,
         };
         let summary = export(&source, options, &mut NoExportProgress)?;

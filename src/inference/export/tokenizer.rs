@@ -3,9 +3,10 @@
 use serde_json::{Map, Value, json};
 
 use super::error::ExportError;
+use super::folder::ExportFolder;
 use super::{ExportSource, TokenizerSource};
 use crate::base::regular_file;
-use crate::data::language::tokenizer::{HfTokenizer, MAX_TOKENIZER_BYTES};
+use crate::data::language::tokenizer::{HfTokenizer, MAX_TOKENIZER_BYTES, settings_beside};
 
 /// A tokenizer and the tokens that other tools want by name.
 pub(super) struct ExportedTokenizer {
@@ -13,14 +14,27 @@ pub(super) struct ExportedTokenizer {
     /// Text and id.
     pub bos: Option<(String, u32)>,
     pub eos: Option<(String, u32)>,
+    /// What was published beside it, or null.
+    pub settings: Value,
 }
+
+/// Keys of a `tokenizer_config.json` that name files or code of where the tokenizer came from.
+const FOREIGN_KEYS: [&str; 5] =
+    ["auto_map", "name_or_path", "special_tokens_map_file", "tokenizer_file", "vocab_file"];
 
 impl ExportedTokenizer {
     /// `None` if the model has none.
     pub(super) fn load(source: &ExportSource) -> Result<Option<Self>, ExportError> {
         let path = match &source.tokenizer {
             TokenizerSource::None => return Ok(None),
-            TokenizerSource::Bytes => return Ok(Some(Self { json: byte_tokenizer(), bos: None, eos: None })),
+            TokenizerSource::Bytes => {
+                return Ok(Some(Self {
+                    json: byte_tokenizer(),
+                    bos: None,
+                    eos: None,
+                    settings: Value::Null,
+                }));
+            }
             TokenizerSource::File(path) => path,
         };
         let wrong = |reason: String| ExportError::Weights { path: path.to_owned(), reason };
@@ -31,7 +45,43 @@ impl ExportedTokenizer {
             let token = tokenizer.special_token(name)?;
             tokenizer.id(&token).map(|id| (token, id))
         };
-        Ok(Some(Self { json, bos: special("bos_token"), eos: special("eos_token") }))
+        let (bos, eos) = (special("bos_token"), special("eos_token"));
+        Ok(Some(Self { json, bos, eos, settings: settings_beside(path) }))
+    }
+
+    /// Writes `tokenizer.json` and `tokenizer_config.json`.
+    pub(super) fn write(&self, source: &ExportSource, folder: &ExportFolder) -> Result<(), ExportError> {
+        let config = Value::from(self.config(source));
+        folder.write("tokenizer.json", format!("{:#}\n", self.json).as_bytes())?;
+        folder.write("tokenizer_config.json", format!("{config:#}\n").as_bytes())
+    }
+
+    /// What was published beside the tokenizer, with what `tokenizer.json` alone needs and the model's chat template.
+    fn config(&self, source: &ExportSource) -> Map<String, Value> {
+        let mut config = self.settings.as_object().cloned().unwrap_or_default();
+        FOREIGN_KEYS.iter().for_each(|key| drop(config.remove(*key)));
+        let text = |token: &Option<(String, u32)>| json!(token.as_ref().map(|(text, _)| text));
+        config.insert("tokenizer_class".into(), "PreTrainedTokenizerFast".into());
+        config.insert("model_max_length".into(), json!(source.model.context()));
+        config.insert("bos_token".into(), text(&self.bos));
+        config.insert("eos_token".into(), text(&self.eos));
+        config.entry("clean_up_tokenization_spaces").or_insert(false.into());
+        if let Some((pad, _)) = self.pad() {
+            config.entry("pad_token").or_insert(pad.into());
+        }
+        if let Some(template) = source.chat_template {
+            config.insert("chat_template".into(), template.into());
+        }
+        config
+    }
+
+    /// Text and id of the first added token called like a padding token.
+    pub(super) fn pad(&self) -> Option<(&str, u64)> {
+        let added = self.json["added_tokens"].as_array()?;
+        added.iter().find_map(|token| {
+            let text = token["content"].as_str()?;
+            ["[PAD]", "<pad>", "<|pad|>"].contains(&text).then_some((text, token["id"].as_u64()?))
+        })
     }
 }
 

@@ -14,7 +14,7 @@ use crate::data::language::tokenizer::{
 };
 use crate::graph::network::StepError;
 use crate::inference::session::SessionOptions;
-use crate::inference::trained_model::TrainedModel;
+use crate::inference::trained_model::{Origin, TrainedModel};
 use crate::job::{ModelConfig, SourceConfig};
 use crate::kernels::matmul;
 use crate::memory::Reservation;
@@ -33,6 +33,9 @@ pub struct ModelText {
     pub tokenizer: Tokenizer,
     /// Tokens that end a text.
     pub end_tokens: Vec<u32>,
+    /// Whether a prompt begins with the special tokens that the tokenizer puts before a text, as published models
+    /// expect. Those trained here saw windows of text.
+    whole: bool,
 }
 
 impl ModelText {
@@ -42,21 +45,17 @@ impl ModelText {
         file: Option<&Path>,
         ctx: &DatasetContext,
     ) -> Result<Option<Self>, Failure> {
-        let source = &model.job.data.source;
-        let units = match source {
-            SourceConfig::Text(s) => s.tokens.as_str(),
-            SourceConfig::Jsonl(s) => s.tokens.as_str(),
-            _ => "",
-        };
+        let (source, units) = (&model.job.data.source, model.tokens());
         let (kept, spec) = (model.tokenizer(), |file| TokenizerSpec::File(file).load_within_memory(ctx));
         let tokenizer = match (file, kept) {
             (Some(file), _) => spec(file.to_owned())?,
+            // An export has a file for them, for other tools.
+            (None, _) if units == "bytes" => Some(Tokenizer::Bytes),
             (None, Some(kept)) if units == "characters" => match read_characters(&kept) {
                 Some(characters) => Some(Tokenizer::Characters(characters)),
                 None => spec(kept)?,
             },
             (None, Some(kept)) => spec(kept)?,
-            (None, None) if units == "bytes" => Some(Tokenizer::Bytes),
             (None, None) => None,
         };
         let Some(tokenizer) = tokenizer else { return Ok(None) };
@@ -71,13 +70,19 @@ impl ModelText {
         };
         // A tokenizer from the command line need not have the job's separator.
         let end = tokenizer.separator(&requested).or_else(|_| tokenizer.separator(&Separator::Auto))?;
-        Ok(Some(Self { tokenizer, end_tokens: end.into_iter().collect() }))
+        let whole = model.origin == Origin::Published;
+        Ok(Some(Self { tokenizer, end_tokens: end.into_iter().collect(), whole }))
     }
 
     /// The tokens of a prompt. An empty one begins where a text ends; `None` if no token says so.
     pub fn encode(&self, text: &str) -> Result<Option<Vec<u32>>, String> {
         let mut tokens = Vec::new();
-        self.tokenizer.encode(text, &mut tokens)?;
+        if self.whole {
+            let (ids, after) = self.tokenizer.encode_with_special_tokens(text)?;
+            tokens.extend_from_slice(&ids[..ids.len() - after]);
+        } else {
+            self.tokenizer.encode(text, &mut tokens)?;
+        }
         if tokens.is_empty() {
             tokens.extend(self.end_tokens.first());
         }

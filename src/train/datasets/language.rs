@@ -1,6 +1,6 @@
 //! Language datasets from files: text, token ids and JSONL records.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use super::super::setup::bad_record_policy;
 use super::{Datasets, Failure};
@@ -8,7 +8,7 @@ use crate::base::regular_file;
 use crate::data::fingerprint::FingerprintInput;
 use crate::data::language::token_storage::TokenWidth;
 use crate::data::language::token_windows::WindowPlacement;
-use crate::data::language::tokenizer::{Separator, TokenizerSpec};
+use crate::data::language::tokenizer::{Separator, TokenizerSpec, settings_beside};
 use crate::data::language::{jsonl, text, token_files};
 use crate::data::{DataError, DatasetContext};
 use crate::job;
@@ -122,10 +122,7 @@ pub(super) fn jsonl_of_classes(
 
 /// Fingerprint inputs of `data.tokens`: the tokenizer file, if it names one.
 pub(super) fn tokens_inputs(tokens: &str) -> Vec<FingerprintInput> {
-    match units(tokens) {
-        TokenizerSpec::File(file) => tokenizer_inputs("data.tokens", &file),
-        TokenizerSpec::Characters | TokenizerSpec::Bytes => Vec::new(),
-    }
+    tokenizer_file(tokens).map_or_else(Vec::new, |file| tokenizer_inputs("data.tokens", &file))
 }
 
 /// A `tokenizer.json`, and the `tokenizer_config.json` published beside it.
@@ -140,9 +137,6 @@ pub(super) fn template_inputs(template: &str) -> Vec<FingerprintInput> {
     file.into_iter().collect()
 }
 
-/// Upper bound on the size of a `tokenizer_config.json`.
-const TOKENIZER_CONFIG_BYTES: u64 = 16 << 20;
-
 /// Source of a template that is named, read from a file, or that of the tokenizer.
 pub(super) fn template_source(s: &job::JsonlConfig) -> Result<Option<String>, DataError> {
     let text = template(&s.template)?;
@@ -152,10 +146,8 @@ pub(super) fn template_source(s: &job::JsonlConfig) -> Result<Option<String>, Da
     if text != "auto" {
         return Ok(Some(text));
     }
-    let config = Path::new(&s.tokens).with_file_name("tokenizer_config.json");
-    let config = regular_file::read(&config, TOKENIZER_CONFIG_BYTES).ok();
-    let config: Option<serde_json::Value> = config.and_then(|text| serde_json::from_slice(&text).ok());
-    Ok(config.and_then(|config| Some(config["chat_template"].as_str()?.to_owned())))
+    let settings = settings_beside(Path::new(&s.tokens));
+    Ok(settings["chat_template"].as_str().map(str::to_owned))
 }
 
 /// Whether `text` is a template or the name of one, rather than the path of a template file.
@@ -176,6 +168,14 @@ fn placement(windows: job::WindowMode) -> WindowPlacement {
     match windows {
         job::WindowMode::Fixed => WindowPlacement::Fixed,
         job::WindowMode::Random => WindowPlacement::Random,
+    }
+}
+
+/// The `tokenizer.json` that `data.tokens` names, if it names one.
+pub(super) fn tokenizer_file(tokens: &str) -> Option<PathBuf> {
+    match units(tokens) {
+        TokenizerSpec::File(file) => Some(file),
+        TokenizerSpec::Characters | TokenizerSpec::Bytes => None,
     }
 }
 

@@ -11,6 +11,7 @@ use std::sync::Arc;
 
 use super::Failure;
 use crate::data::fingerprint::{FingerprintInput, InputKind};
+use crate::data::language::tokenizer::settings_files;
 use crate::data::{DataError, Dataset, DatasetContext, files, table};
 use crate::job::{self, Job};
 use crate::models::ModelError;
@@ -29,6 +30,17 @@ pub fn chat_template(job: &Job) -> Result<Option<String>, Failure> {
         }
         _ => Ok(None),
     }
+}
+
+/// The files of settings that were published beside the job's tokenizer.
+pub fn tokenizer_settings(job: &Job) -> Vec<PathBuf> {
+    let tokenizer = match &job.data.source {
+        job::SourceConfig::Text(s) => language::tokenizer_file(&s.tokens),
+        job::SourceConfig::Jsonl(s) => language::tokenizer_file(&s.tokens),
+        job::SourceConfig::Tokens(s) => s.tokenizer.clone(),
+        _ => None,
+    };
+    tokenizer.iter().flat_map(|file| settings_files(file)).collect()
 }
 
 impl Datasets {

@@ -5,6 +5,7 @@ use std::time::Instant;
 
 use super::context::RunContext;
 use crate::base::{Phase, Role};
+use crate::data::language::tokenizer::settings_files;
 use crate::events::activity::Work;
 use crate::events::event::Event;
 use crate::graph::network::StepError;
@@ -31,9 +32,10 @@ pub(super) struct RunCheckpoints {
 impl RunCheckpoints {
     pub fn new(folder: &RunDir, setup: &Setup) -> Self {
         let tokenizer = (setup.tokenizer_bytes > 0).then(|| folder.tokenizer());
+        let settings: Vec<PathBuf> = tokenizer.iter().flat_map(|file| settings_files(file)).collect();
         Self {
             store: Checkpoints::new(folder.checkpoints()),
-            attached: tokenizer.into_iter().chain([folder.preprocessing()]).collect(),
+            attached: tokenizer.into_iter().chain(settings).chain([folder.preprocessing()]).collect(),
             last: None,
             unproven: None,
             last_finite: 0,

@@ -4,8 +4,10 @@ use super::evaluation::Evaluation;
 use super::skipped_records::SkippedRecordLog;
 use super::{Run, RunOptions};
 use crate::base::features::{InputSpec, TargetSpec};
+use crate::base::regular_file;
 use crate::data::DatasetContext;
 use crate::data::fingerprint::{self, DataFingerprint};
+use crate::data::language::tokenizer::MAX_SETTINGS_BYTES;
 use crate::events::event::Event;
 use crate::events::{Reporter, Summary};
 use crate::job::Job;
@@ -14,7 +16,7 @@ use crate::memory::measure;
 use crate::planner::plan::{MemoryPlan, PlanVerdict};
 use crate::train::Failure;
 use crate::train::checkpoint::{self, CheckpointState, Checkpoints, NewestCheckpoint};
-use crate::train::datasets::Datasets;
+use crate::train::datasets::{self, Datasets};
 use crate::train::initial_weights::InitReport;
 use crate::train::no_graph::NoGraph;
 use crate::train::run_dir::{self, RunDir};
@@ -158,6 +160,11 @@ pub(super) fn write_run_files(folder: &RunDir, setup: &Setup, plan: &MemoryPlan)
     folder.create(&setup.job)?;
     if let Some(tokenizer) = setup.datasets.train.tokenizer_json() {
         run_dir::write_atomic(&folder.tokenizer(), &tokenizer)?;
+        for file in datasets::tokenizer_settings(&setup.job) {
+            let text = regular_file::read(&file, MAX_SETTINGS_BYTES).map_err(Failure::io("read", &file))?;
+            let name = file.file_name().unwrap_or_default();
+            run_dir::write_atomic(&folder.root.join(name), &text)?;
+        }
     }
     run_dir::write_atomic(&folder.preprocessing(), &setup.preprocessing.to_json())?;
     let text = serde_json::to_vec_pretty(plan).map_err(std::io::Error::from);

@@ -169,6 +169,7 @@ fn transformer(draw: &mut Draw, scale: Scale, table: &mut Table, name: &str, sam
             table.number("hidden", draw.log_uniform(width / 2 + 1..=4 * width));
             if draw.chance(0.3) {
                 table.set("rope_theta", draw.pick(&[100.0, 10000.0, 500000.0]));
+                table.set("norm_eps", draw.pick(&[1e-6, 1e-5]));
             }
         }
         "bert" => {

@@ -9,6 +9,7 @@ use tokenizers::{Model, Tokenizer};
 use super::SplitRule;
 use super::limits::TokenizerLimits;
 use super::pre_tokenizer::{PreTokenizer, WordCache, encode_cached};
+use super::settings::settings_beside;
 use crate::base::panics::catch_panic;
 use crate::base::regular_file;
 use crate::data::DataError;
@@ -30,7 +31,7 @@ pub struct HfTokenizer {
     word_encoder: Option<(PreTokenizer, WordCache)>,
     /// Special tokens as text, keyed by their first byte, longest first.
     special_tokens: BTreeMap<u8, Vec<(String, u32)>>,
-    /// `tokenizer_config.json` beside it, or null.
+    /// What the files beside it say, or null.
     config: Value,
 }
 
@@ -84,7 +85,7 @@ impl HfTokenizer {
         }
         let mut json = Self {
             special_tokens: BTreeMap::new(),
-            config: load_config(file),
+            config: settings_beside(file),
             vocab,
             split_rule: SplitRule::BeforeSpace,
             word_encoder: None,
@@ -264,12 +265,6 @@ impl HfTokenizer {
             false => SplitRule::BeforeSpace,
         }
     }
-}
-
-/// Settings published beside the tokenizer; an unreadable file is treated as absent.
-fn load_config(file: &Path) -> Value {
-    let text = regular_file::read(&file.with_file_name("tokenizer_config.json"), 16 << 20);
-    text.ok().and_then(|text| serde_json::from_slice(&text).ok()).unwrap_or(Value::Null)
 }
 
 /// Whether the token, in a vocabulary that marks word starts with `▁`, stays within one word.
