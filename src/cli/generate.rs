@@ -307,18 +307,21 @@ fn continue_prompts(
     options: &GenerationOptions,
     text: &ModelText,
     stops: &[String],
-    show: &mut dyn FnMut(usize, &str) -> bool,
+    show: &mut (dyn FnMut(usize, &str) -> bool + Send),
     throughput: &mut Throughput,
 ) -> anyhow::Result<Vec<Continuation>> {
     let begun = Instant::now();
     let mut streams: Vec<TextStream> =
         prompts.iter().map(|_| TextStream::new(&text.tokenizer, stops)).collect();
     let mut texts = vec![String::new(); prompts.len()];
-    let done = generator.generate(prompts, options, &mut |prompt, token| {
+    let mut on_token = |prompt: usize, token| {
         let part = streams[prompt].push(token);
         texts[prompt].push_str(&part);
         (part.is_empty() || show(prompt, &part)) && !streams[prompt].is_stopped()
-    });
+    };
+    // On a thread of the pool: a pass has hundreds of small parallel operations, and from outside each would wait for
+    // the pool to wake.
+    let done = rayon::scope(|_| generator.generate(prompts, options, &mut on_token));
     let done = done.map_err(generate_error)?;
     for (prompt, stream) in streams.iter_mut().enumerate() {
         let rest = stream.finish();
