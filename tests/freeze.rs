@@ -16,7 +16,7 @@ fn job(model: &str, train: &str, rest: &str) -> String {
     )
 }
 
-const RESNET: &str = "kind = \"resnet\"\ndepth = 18\nstem = \"small\"\nwidth = 8\nnorm_group = 8";
+const MOBILENET: &str = "kind = \"mobilenet\"\nwidth = 0.25\nstem = \"small\"\nnorm_group = 8";
 const CNN: &str = "kind = \"cnn\"\nstages = [{ channels = 8, norm = \"batch\" }, { channels = 16 }]\nhidden = [32]\n\
     norm_group = 8\ndropout = 0.1";
 
@@ -72,8 +72,8 @@ fn disturbances_change_no_bit() {
         (CNN, "adamw", "ema = 0.9\nfreeze = [\"stages.0\", \"*.bias\"]"),
         (CNN, "adamw8bit", "precision = \"bf16\"\nfreeze = [\"stages.1\", \"layers.0.weight\"]"),
         (CNN, "adafactor", "precision = \"bf16\"\nema = 0.9\nfreeze = \"stages.0\""),
-        (RESNET, "lion", "freeze = [\"*\", \"!layer4\", \"!fc\"]"),
-        (RESNET, "sgd", "precision = \"bf16\"\nfreeze = [\"*.bn1\", \"layer2.0.conv*\"]"),
+        (MOBILENET, "lion", "freeze = [\"*\", \"!features.18\", \"!classifier\"]"),
+        (MOBILENET, "sgd", "precision = \"bf16\"\nfreeze = [\"features.0\", \"features.*.weight\"]"),
     ];
     for (model, optimizer, train) in runs {
         let momentum = if optimizer == "sgd" { "momentum = 0.9\n" } else { "" };
