@@ -226,7 +226,7 @@ fn losses_and_early_stopping_are_keys_of_the_job() {
 fn a_trained_model_is_fine_tuned_to_other_classes() {
     let job = |classes: &str, extra: &str| {
         format!(
-            "[model]\nkind = 'mlp'\nhidden = [48]\n[data]\nkind = 'csv'\ntrain = ['{classes}.csv']\nvalid = ['{classes}-valid.csv']\n\
+            "[model]\nkind = 'mlp'\nhidden = [48, 32]\n[data]\nkind = 'csv'\ntrain = ['{classes}.csv']\nvalid = ['{classes}-valid.csv']\n\
              target = 'class'\nstandardise = false\n[train]\nbatch_size = 16\n{extra}\n[optimizer]\nkind = 'adamw'\nlr = 0.01\n\
              [log]\ntensorboard = false\n"
         )
@@ -253,15 +253,16 @@ fn a_trained_model_is_fine_tuned_to_other_classes() {
         trainer(at, &["fit", "two.toml", "--run-dir", run])
     };
     let text = fit("strict", "epochs = 1\ninit = 'ten'").expect(2).stderr;
-    assert!(text.contains("there and [2, 48] here") && text.contains("init_head"), "{text}");
+    assert!(text.contains("there and [2, 32] here") && text.contains("init_head"), "{text}");
     let text = trainer(at, &["check", "two.toml"]).expect(2).stderr;
-    assert!(text.contains("there and [2, 48] here"), "{text}");
-    let text = fit("tuned", "epochs = 40\ninit = 'ten'\ninit_head = 'auto'").expect(0).stderr;
-    assert!(text.contains("2 tensors matched; new layers.1.weight, layers.1.bias"), "{text}");
-    let head = "epochs = 40\ninit = 'ten'\ninit_head = 'auto'\nfreeze = ['*', '!layers.1']";
+    assert!(text.contains("there and [2, 32] here"), "{text}");
+    let text = fit("tuned", "epochs = 120\ninit = 'ten'\ninit_head = 'auto'").expect(0).stderr;
+    assert!(text.contains("4 tensors matched; new layers.2.weight, layers.2.bias"), "{text}");
+    let head = "epochs = 120\ninit = 'ten'\ninit_head = 'auto'\nfreeze = ['*', '!layers.2']\n\
+                [[train.groups]]\nparams = 'layers.2'\nlr_scale = 10";
     let text = fit("head", head).expect(0).stderr;
-    assert!(text.contains("242 parameters, 98 trained"), "{text}");
-    fit("scratch", "epochs = 40").expect(0);
+    assert!(text.contains("1,778 parameters, 66 trained"), "{text}");
+    fit("scratch", "epochs = 120").expect(0);
     let loss = |run: &str| last_eval(&at.join(run))["metrics"]["valid.loss"].as_f64().unwrap();
     for tuned in ["tuned", "head"] {
         assert!(loss(tuned) < loss("scratch"), "{tuned}: {} {}", loss(tuned), loss("scratch"));
@@ -269,7 +270,7 @@ fn a_trained_model_is_fine_tuned_to_other_classes() {
     let weights =
         |run: &str| crate::freeze::tensors(&newest_checkpoint(&at.join(run)).join("model.safetensors"));
     let (ten, head, tuned) = (weights("ten"), weights("head"), weights("tuned"));
-    for name in ["layers.0.weight", "layers.0.bias"] {
+    for name in ["layers.0.weight", "layers.0.bias", "layers.1.weight", "layers.1.bias"] {
         assert!(ten[name] == head[name], "{name} is frozen");
         assert!(ten[name] != tuned[name], "{name} is trained");
     }
