@@ -182,7 +182,7 @@ fn neighbors(at: usize, len: usize, halved: bool) -> [(usize, f32); 2] {
         return [(at, 1.0), (at, 0.0)];
     }
     let last = len.div_ceil(2) - 1;
-    let other = if at % 2 == 0 { (at / 2).saturating_sub(1) } else { (at / 2 + 1).min(last) };
+    let other = if at.is_multiple_of(2) { (at / 2).saturating_sub(1) } else { (at / 2 + 1).min(last) };
     [(at / 2, 0.75), (other, 0.25)]
 }
 
