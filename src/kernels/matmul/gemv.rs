@@ -10,26 +10,12 @@ use std::cell::Cell;
 use super::{CpuEpilogue, MatView};
 use crate::kernels::clamp::clamp;
 use crate::kernels::cpu::{DisjointSliceMut, acc_bytes, parallel_for, threads, uninit};
-use crate::kernels::dispatch::{Dispatch, dispatch};
 use crate::kernels::lanes::LANES;
 use crate::kernels::{Elem, Real};
 use crate::vectorised;
 
 /// Most rows of `a`. Beyond it, the arithmetic of one pass over the weights takes longer than reading them.
-const MAX_ROWS: usize = 8;
-/// The same where registers hold the sums of a single row.
-const MAX_ROWS_ALONE: usize = 4;
-/// Rows of `a` that share each weight once it is read and converted: as many as AVX-512 has registers for their sums.
-const ROWS: usize = 4;
-
-/// Whether rows are multiplied [`ROWS`] at a time. It changes no result.
-fn shares_weights() -> bool {
-    dispatch() >= Dispatch::Avx512
-}
-
-fn max_rows() -> usize {
-    if shares_weights() { MAX_ROWS } else { MAX_ROWS_ALONE }
-}
+pub(super) const MAX_ROWS: usize = 4;
 
 /// Weights below which one thread is faster than handing out work.
 const SERIAL_WEIGHTS: usize = 1 << 15;
@@ -67,7 +53,7 @@ impl Drop for GemvScope {
 
 /// Whether this kernel takes a product of these operands; `transposed_a` as in [`super::gemm_workspace`].
 pub(super) fn supports_sizes(m: usize, transposed_a: bool) -> bool {
-    ENABLED.get() && m <= max_rows() && !transposed_a
+    ENABLED.get() && m <= MAX_ROWS && !transposed_a
 }
 
 pub(super) fn supports<T>(a: &MatView<T>, b: &MatView<T>) -> bool {
@@ -164,23 +150,13 @@ fn dots<T: Elem, O: Elem<Acc = T::Acc>>(
     sink: &Sink<O>,
 ) {
     let column = |j: usize| &b.data[j * b.col_stride..][..k];
-    let shares = shares_weights();
     vectorised!(T, || {
         for j in (first..first + width).step_by(DOTS) {
             let count = DOTS.min(first + width - j);
             // The last columns are repeated where fewer are left.
             let columns: [&[T]; DOTS] = std::array::from_fn(|d| column(j + d.min(count - 1)));
-            let mut i = 0;
-            while shares && (i + ROWS) * k <= x.len() {
-                let rows: [&[T::Acc]; ROWS] = std::array::from_fn(|r| &x[(i + r) * k..][..k]);
-                for (r, sums) in dot_products(columns, rows).iter().enumerate() {
-                    sink.store(i + r, j, &sums[..count]);
-                }
-                i += ROWS;
-            }
-            for (r, x) in x[i * k..].chunks_exact(k).enumerate() {
-                let [sums] = dot_products(columns, [x]);
-                sink.store(i + r, j, &sums[..count]);
+            for (i, x) in x.chunks_exact(k).enumerate() {
+                sink.store(i, j, &dot_rows(columns, x)[..count]);
             }
         }
     })
@@ -189,52 +165,33 @@ fn dots<T: Elem, O: Elem<Acc = T::Acc>>(
 /// The dot products of `x` with each of the rows.
 #[inline(always)]
 pub(in crate::kernels) fn dot_rows<T: Elem, const N: usize>(rows: [&[T]; N], x: &[T::Acc]) -> [T::Acc; N] {
-    let [sums] = dot_products(rows, [x]);
-    sums
-}
-
-/// The dot products of each `x` with each of the rows. The order of a sum does not depend on how many there are.
-#[inline(always)]
-fn dot_products<T: Elem, const N: usize, const R: usize>(
-    rows: [&[T]; N],
-    x: [&[T::Acc]; R],
-) -> [[T::Acc; N]; R] {
-    let mut lanes = [[[T::Acc::ZERO; LANES]; N]; R];
-    let k = x[0].len();
-    let (rows, x) = (rows.map(|row| &row[..k]), x.map(|x| &x[..k]));
-    for at in (0..k - k % LANES).step_by(LANES) {
-        let weights =
-            rows.map(|row| -> [T::Acc; LANES] { std::array::from_fn(|lane| row[at + lane].to_acc()) });
-        for (x, lanes) in x.iter().zip(&mut lanes) {
-            let x = &x[at..][..LANES];
-            for (weights, lanes) in weights.iter().zip(lanes) {
-                for (lane, sum) in lanes.iter_mut().enumerate() {
-                    *sum += weights[lane] * x[lane];
-                }
+    let mut lanes = [[T::Acc::ZERO; LANES]; N];
+    let rows = rows.map(|row| &row[..x.len()]);
+    let (chunks, rest) = x.as_chunks::<LANES>();
+    for (i, x) in chunks.iter().enumerate() {
+        for (row, lanes) in rows.iter().zip(&mut lanes) {
+            let row = &row[i * LANES..][..LANES];
+            for (lane, sum) in lanes.iter_mut().enumerate() {
+                *sum += row[lane].to_acc() * x[lane];
             }
         }
     }
-    let done = k - k % LANES;
-    for (x, lanes) in x.iter().zip(&mut lanes) {
-        for (row, lanes) in rows.iter().zip(lanes) {
-            for ((value, x), sum) in row[done..].iter().zip(&x[done..]).zip(lanes.iter_mut()) {
-                *sum += value.to_acc() * *x;
+    let done = x.len() - rest.len();
+    for (row, lanes) in rows.iter().zip(&mut lanes) {
+        for ((value, x), sum) in row[done..].iter().zip(rest).zip(lanes.iter_mut()) {
+            *sum += value.to_acc() * *x;
+        }
+    }
+    lanes.map(|mut lanes| {
+        let mut width = LANES;
+        while width > 1 {
+            width /= 2;
+            for i in 0..width {
+                lanes[i] += lanes[i + width];
             }
         }
-    }
-    lanes.map(|lanes| lanes.map(sum_of_lanes))
-}
-
-#[inline(always)]
-fn sum_of_lanes<R: Real>(mut lanes: [R; LANES]) -> R {
-    let mut width = LANES;
-    while width > 1 {
-        width /= 2;
-        for i in 0..width {
-            lanes[i] += lanes[i + width];
-        }
-    }
-    lanes[0]
+        lanes[0]
+    })
 }
 
 /// Rows of `b` that are contiguous: the outputs are a sum of its rows, weighted by `x`.
@@ -247,7 +204,6 @@ fn sums<T: Elem, O: Elem<Acc = T::Acc>>(
     sink: &Sink<O>,
 ) {
     let row = |p: usize| &b.data[p * b.row_stride + first..][..width];
-    let shares = shares_weights();
     vectorised!(T, || {
         let mut sums = [[T::Acc::ZERO; COLUMNS]; MAX_ROWS];
         let m = x.len() / k;
@@ -255,15 +211,9 @@ fn sums<T: Elem, O: Elem<Acc = T::Acc>>(
             let count = UNROLL.min(k - p);
             if count == UNROLL {
                 let rows: [&[T]; UNROLL] = std::array::from_fn(|u| row(p + u));
-                let of_row = |i: usize| -> [T::Acc; UNROLL] { std::array::from_fn(|u| x[i * k + p + u]) };
-                let shared = if shares { m - m % ROWS } else { 0 };
-                let (blocks, _) = sums[..shared].as_chunks_mut::<ROWS>();
-                for (block, sums) in blocks.iter_mut().enumerate() {
-                    let weights: [_; ROWS] = std::array::from_fn(|r| of_row(block * ROWS + r));
-                    add_weighted_to_rows(sums, width, rows, weights);
-                }
-                for (i, sums) in sums.iter_mut().enumerate().take(m).skip(shared) {
-                    add_weighted(&mut sums[..width], rows, of_row(i));
+                for (i, sums) in sums.iter_mut().enumerate().take(m) {
+                    let weights: [T::Acc; UNROLL] = std::array::from_fn(|u| x[i * k + p + u]);
+                    add_weighted(&mut sums[..width], rows, weights);
                 }
             } else {
                 for p in p..k {
@@ -288,26 +238,6 @@ pub(in crate::kernels) fn add_weighted<T: Elem, const N: usize>(
     for (j, sum) in sums.iter_mut().enumerate() {
         for (row, weight) in rows.iter().zip(&weights) {
             *sum += row[j].to_acc() * *weight;
-        }
-    }
-}
-
-/// `sums[r] += weights[r][0] rows[0] + weights[r][1] rows[1] + ...` in the first `width` columns, for each `r`.
-#[inline(always)]
-fn add_weighted_to_rows<T: Elem, const N: usize, const R: usize>(
-    sums: &mut [[T::Acc; COLUMNS]; R],
-    width: usize,
-    rows: [&[T]; N],
-    weights: [[T::Acc; N]; R],
-) {
-    let width = width.min(COLUMNS);
-    let rows = rows.map(|row| &row[..width]);
-    for j in 0..width {
-        let values = rows.map(|row| row[j].to_acc());
-        for (sums, weights) in sums.iter_mut().zip(&weights) {
-            for (value, weight) in values.iter().zip(weights) {
-                sums[j] += *value * *weight;
-            }
         }
     }
 }
@@ -385,7 +315,7 @@ mod tests {
         #![proptest_config(ProptestConfig::with_cases(48))]
 
         #[test]
-        fn products_are_those_of_candle(m in 1usize..=max_rows(), k in 1usize..300, n in 1usize..300, gap in 0usize..3) {
+        fn products_are_those_of_candle(m in 1usize..=MAX_ROWS, k in 1usize..300, n in 1usize..300, gap in 0usize..3) {
             check::<f32>(m, k, n, gap, 1e-6);
             check::<f64>(m, k, n, gap, 1e-12);
             check::<bf16>(m, k, n, gap, 4e-3);
