@@ -226,7 +226,7 @@ impl ConvKernel<'_> {
         grads: &WeightBiasGrads,
         needs_input_grad: bool,
     ) -> Result<Option<Tensor>> {
-        on_cuda!(dy, |device| self.backward_cuda(device, x, v, &dy, grads, needs_input_grad, None));
+        on_cuda!(&dy, |device| self.backward_cuda(device, x, v, &dy, grads, needs_input_grad, None));
         with_elem!(dy.dtype(), T => self.backward_cpu::<T>(x, v, dy, grads, needs_input_grad))
     }
 
