@@ -61,9 +61,12 @@ pub fn with_slice_mut<T: WithDTypeMut, R>(tensor: &Tensor, body: impl FnOnce(&mu
     }
 }
 
+/// What writes the values of a tensor.
+type WriteBody<'a, T> = dyn FnMut(&mut [T]) + 'a;
+
 /// Not generic over `body`: candle's `inplace_op1` is a lot of code, and would be compiled for every caller.
-fn write_slice<T: WithDTypeMut>(tensor: &Tensor, body: &mut dyn FnMut(&mut [T])) -> Result<()> {
-    struct Op<'a, T>(RefCell<&'a mut dyn FnMut(&mut [T])>);
+fn write_slice<T: WithDTypeMut>(tensor: &Tensor, body: &mut WriteBody<T>) -> Result<()> {
+    struct Op<'a, T>(RefCell<&'a mut WriteBody<'a, T>>);
 
     impl<T: WithDTypeMut> InplaceOp1 for Op<'_, T> {
         fn name(&self) -> &'static str {
