@@ -42,24 +42,21 @@ fn fit(folder: &Path, args: &[&str]) -> Finished {
 /// Blanks what differs from run to run: times, rates, measured memory, and where the program is.
 fn blanked(text: &str) -> String {
     let text = text.replace(&program().display().to_string(), "trainer");
-    let lines = text.lines().map(|line| {
-        let fields: Vec<String> = line
-            .split("  ")
-            .map(|field| {
-                let (first, rest) = field.split_once(' ').unwrap_or((field, ""));
-                let is_number = first.chars().next().is_some_and(|c| c.is_ascii_digit());
-                match (first, rest) {
-                    ("eta" | "wait" | "data", _) if line.contains("samples/s") => format!("{first} _"),
-                    ("ram" | "peak", _) if line.contains(" of ") || line.contains("heap") => {
-                        format!("{first} _")
-                    }
-                    (_, "samples/s") if is_number => "_ samples/s".into(),
-                    (_, "s") if is_number => "_ s".into(),
-                    _ => field.to_owned(),
-                }
-            })
-            .collect();
-        fields.join("  ") + "\n"
+    // How many progress lines there are depends on the time, and whether a budget is corrected on the build.
+    let lines = text.lines().filter(|line| !line.starts_with("epoch ") && !line.starts_with("memory "));
+    let lines = lines.map(|line| {
+        let fields = line.split("  ").map(|field| {
+            let text = field.trim_start();
+            let (first, rest) = text.split_once(' ').unwrap_or((text, ""));
+            let is_number = first.starts_with(|c: char| c.is_ascii_digit());
+            let blank = match rest {
+                "s" | "samples/s" if is_number => format!("_ {rest}"),
+                _ if first == "peak" || text.starts_with("data wait") => format!("{first} _"),
+                _ => text.to_owned(),
+            };
+            field.replace(text, &blank)
+        });
+        fields.collect::<Vec<_>>().join("  ") + "\n"
     });
     lines.collect()
 }
