@@ -181,8 +181,8 @@ fn tables(files: &TestFiles, format: TableFileFormat) -> Datasets {
 }
 
 fn images(files: &TestFiles, name: &str) -> Datasets {
-    let columns = LabelColumns { path: "path".into(), label: "label".into() };
-    let options = ImageOptions { channels: 3, size: [8, 8], max_pixels: 1 << 16, columns, readers: 1 };
+    let columns = LabelColumns { path: "path".into(), label: "label".into(), separator: None };
+    let options = ImageOptions { channels: 3, size: [8, 8], max_pixels: 1 << 16, columns, multi_label: false, readers: 1 };
     let image_files = Arc::new(ImageFiles::open(&[files.path(name)], options, None, &files.ctx)?);
     let pipeline = Pipeline::new([8, 8, 3], ResizeMode::CenterCrop { fraction: 1.0 }, Normalise::default())?;
     Ok(vec![match image_files.compressed {

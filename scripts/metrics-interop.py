@@ -3,8 +3,8 @@
 
     python3 scripts/metrics-interop.py [TRAINER]
 
-Trains small models on generated tables: two and seven classes, and a regression. Needs scikit-learn. Exits with 1
-if a metric differs by more than TOLERANCE.
+Trains small models on generated tables: two and seven classes, any number of five labels, and regressions with one and two
+targets. Needs scikit-learn. Exits with 1 if a metric differs by more than TOLERANCE.
 """
 
 import csv
@@ -27,7 +27,7 @@ hidden = [16]
 [data]
 kind = "csv"
 train = ["train.csv"]
-target = "target"
+{target}
 [train]
 batch_size = 32
 epochs = 3
@@ -53,6 +53,57 @@ def table(path, rows, classes, draw):
             else:
                 target = 300 + 25 * score
             out.writerow([round(value, 4) for value in values] + [place, target])
+
+
+LABELS = ["bright", "cold", "far", "open", "wet"]
+
+
+def label_table(path, rows, draw):
+    """Rows of four numbers, and labels that depend on them; a row may have none."""
+    with open(path, "w", newline="") as file:
+        out = csv.writer(file)
+        out.writerow(["a", "b", "c", "d", "target"])
+        for _ in range(rows):
+            values = [draw.gauss(0, 1) for _ in range(4)]
+            scores = [values[i % 4] - 0.4 * i + draw.gauss(0, 0.7) for i in range(len(LABELS))]
+            present = [label for label, score in zip(LABELS, scores) if score > 0]
+            out.writerow([round(value, 4) for value in values] + ["|".join(present)])
+
+
+def pair_table(path, rows, draw):
+    """Rows of four numbers, and two numbers of different size that depend on them."""
+    with open(path, "w", newline="") as file:
+        out = csv.writer(file)
+        out.writerow(["a", "b", "c", "d", "price", "size"])
+        for _ in range(rows):
+            values = [draw.gauss(0, 1) for _ in range(4)]
+            price = 300 + 25 * (values[0] - values[1] + draw.gauss(0, 0.5))
+            out.writerow([round(value, 4) for value in values] + [price, 0.01 * values[2]])
+
+
+def multi_label(rows, truths):
+    probabilities = [[float(row["probability_" + label]) for label in LABELS] for row in rows]
+    predicted = [[label in row["prediction"].split("|") for label in LABELS] for row in rows]
+    truths = [[label in truth.split("|") for label in LABELS] for truth in truths]
+    wanted = {
+        "accuracy": metrics.accuracy_score(truths, predicted),
+        "f1_micro": metrics.f1_score(truths, predicted, average="micro", zero_division=0),
+        "f1_macro": metrics.f1_score(truths, predicted, average="macro", zero_division=0),
+        "average_precision": metrics.average_precision_score(truths, probabilities, average="macro"),
+    }
+    return wanted, None
+
+
+def pair(rows, tests):
+    wanted = {}
+    both = {"rmse": [], "mae": [], "r2": []}
+    for name in ["price", "size"]:
+        one, _ = regression([{"prediction": row["prediction_" + name]} for row in rows], [row[name] for row in tests])
+        for metric, value in one.items():
+            wanted[f"{metric}.{name}"] = value
+            both[metric].append(value)
+    wanted |= {metric: sum(values) / 2 for metric, values in both.items()}
+    return wanted, None
 
 
 def calibration_error(truths, probabilities, names, bins=15):
@@ -107,23 +158,32 @@ def regression(rows, truths):
 def main():
     trainer = str(Path(sys.argv[1] if len(sys.argv) > 1 else "target/release/trainer").resolve())
     wrong = 0
-    for name, classes in [("two classes", 2), ("seven classes", 7), ("regression", 0)]:
+    single = 'target = "target"'
+    cases = [
+        ("two classes", single, lambda path, rows, draw: table(path, rows, 2, draw), classification),
+        ("seven classes", single, lambda path, rows, draw: table(path, rows, 7, draw), classification),
+        ("five labels", single + '\nlabel_separator = "|"', label_table, multi_label),
+        ("regression", single, lambda path, rows, draw: table(path, rows, 0, draw), regression),
+        ("two targets", 'target = ["price", "size"]', pair_table, pair),
+    ]
+    for name, target, write, compare in cases:
         with tempfile.TemporaryDirectory() as folder:
-            draw = random.Random(classes)
-            table(Path(folder, "train.csv"), 1500, classes, draw)
-            table(Path(folder, "test.csv"), 700, classes, draw)
-            Path(folder, "job.toml").write_text(JOB)
+            draw = random.Random(name)
+            write(Path(folder, "train.csv"), 1500, draw)
+            write(Path(folder, "test.csv"), 700, draw)
+            Path(folder, "job.toml").write_text(JOB.replace("{target}", target))
 
             def run(*args):
                 return subprocess.run([trainer, *args, "-q"], cwd=folder, check=True, capture_output=True, text=True).stdout
 
             run("fit", "job.toml", "--run-dir", "run")
             ours = json.loads(run("eval", "run", "--data", "test.csv", "--json"))
-            run("predict", "run", "test.csv", "-o", "out.csv", *(["--probabilities"] if classes else []))
+            probabilities = compare in (classification, multi_label)
+            run("predict", "run", "test.csv", "-o", "out.csv", *(["--probabilities"] if probabilities else []))
             rows = list(csv.DictReader(open(Path(folder, "out.csv"))))
-            truths = [row["target"] for row in csv.DictReader(open(Path(folder, "test.csv")))]
-            assert len(rows) == len(truths) == ours["samples"]
-            wanted, confusion = (classification if classes else regression)(rows, truths)
+            tests = list(csv.DictReader(open(Path(folder, "test.csv"))))
+            assert len(rows) == len(tests) == ours["samples"]
+            wanted, confusion = compare(rows, tests if compare is pair else [row["target"] for row in tests])
         for metric, value in wanted.items():
             found = ours["metrics"][metric]
             differs = abs(found - value) > TOLERANCE * max(1, abs(value))

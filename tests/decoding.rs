@@ -34,9 +34,15 @@ fn decoding_takes_no_more_than_is_counted() {
     for (ending, bytes) in files {
         let root = folder.path().join(ending);
         write_files(&root, &[(format!("a/x.{ending}"), bytes)]);
-        let columns = LabelColumns { path: "path".into(), label: "label".into() };
-        let options =
-            ImageOptions { channels: 3, size: [224, 224], max_pixels: 1 << 20, columns, readers: 1 };
+        let columns = LabelColumns { path: "path".into(), label: "label".into(), separator: None };
+        let options = ImageOptions {
+            channels: 3,
+            size: [224, 224],
+            max_pixels: 1 << 20,
+            columns,
+            multi_label: false,
+            readers: 1,
+        };
         let opening =
             DatasetContext { cache: Cache::at(folder.path().join("cache")), ..DatasetContext::default() };
         let set = Arc::new(ImageFiles::open(&[root], options, None, &opening).unwrap());

@@ -103,8 +103,23 @@ fn contradictions() {
     check("no_length", &GOOD.replace("epochs = 2\n", ""));
     let job = GOOD.replace("epochs = 2", "steps = 10")
         + "[schedule]\nkind = \"cosine\"\nwarmup_steps = 100\n\
-           [optimizer]\nkind = \"sgd\"\nnesterov = true\n[checkpoint]\nbest = \"valid.top5\"\n";
+           [optimizer]\nkind = \"sgd\"\nnesterov = true\n[checkpoint]\nbest = \"valid.top5\"\n\
+           [eval]\nmetrics = [\"accuracy\"]\n";
     check("contradictions", &job);
+    let labels =
+        "kind = \"csv\"\ntrain = [\"x.csv\"]\ntarget = \"y\"\ntask = \"values\"\nlabel_separator = \"\"";
+    check("label_separator", &GOOD.replace("kind = \"shapes\"", labels));
+}
+
+#[test]
+fn a_loss_or_a_metric_of_another_task_is_named() {
+    check("metric_of_another_task", &format!("{GOOD}[eval]\nmetrics = [\"accuracy\", \"rmse\"]\n"));
+    check(
+        "metric_unknown",
+        &format!("{GOOD}[eval]\nmetrics = [\"f2\"]\n[checkpoint]\nbest = \"valid.f2\"\n"),
+    );
+    check("loss_of_another_task", &format!("{GOOD}loss = \"bce\"\n"));
+    check("focal_gamma", &format!("{GOOD}loss = \"focal\"\nfocal_gamma = -1\n"));
 }
 
 #[test]

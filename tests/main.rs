@@ -32,6 +32,7 @@ mod runs;
 mod streams;
 mod supervisor;
 mod tables;
+mod targets;
 mod terminal;
 mod verify;
 

@@ -12,6 +12,9 @@ pub struct Features {
     /// Bucket lengths of padded samples, ascending: a batch may be truncated to any of them. The last one is the full
     /// input length. Empty if no sample is padded.
     pub buckets: Vec<usize>,
+    /// A sample weight follows the target: one more f32, or its bits behind a class.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub weighted: bool,
     /// Set if inputs are stored as bytes: maps each byte to the value that the model takes.
     #[serde(skip)]
     pub pixel_lut: Option<Arc<PixelLut>>,
@@ -47,16 +50,28 @@ pub enum TargetSpec {
     /// Two class indices below `names.len()` and the fraction of the first, an f32 in [0, 1] stored as its bits: three
     /// u32.
     MixedClass { names: Vec<String> },
+    /// Any number of these labels: one f32 per label, 1 or 0.
+    MultiLabel { names: Vec<String> },
     /// `len` f32 values.
     Values { len: usize },
     /// The next token: one u32 per input position.
     Tokens,
 }
 
+impl TargetSpec {
+    /// The names of classes or labels; empty if the target has none.
+    pub fn names(&self) -> &[String] {
+        match self {
+            Self::Class { names } | Self::MixedClass { names } | Self::MultiLabel { names } => names,
+            Self::Values { .. } | Self::Tokens => &[],
+        }
+    }
+}
+
 impl Features {
     /// Features of samples without padding.
     pub fn new(input: InputSpec, target: TargetSpec) -> Self {
-        Self { input, target, buckets: Vec::new(), pixel_lut: None }
+        Self { input, target, buckets: Vec::new(), weighted: false, pixel_lut: None }
     }
 
     pub fn is_padded(&self) -> bool {
@@ -71,6 +86,7 @@ impl Features {
                 input: InputSpec::Tokens { length, vocab },
                 target: self.target.clone(),
                 buckets: vec![length],
+                weighted: self.weighted,
                 pixel_lut: None,
             }),
             InputSpec::Floats { .. } | InputSpec::Tabular { .. } => None,
@@ -86,11 +102,17 @@ impl Features {
         }
     }
 
-    /// Values in one sample's target.
+    /// Values in one sample's target, with its weight.
     pub fn target_len(&self) -> usize {
+        self.unweighted_target_len() + usize::from(self.weighted)
+    }
+
+    /// Values in one sample's target, without its weight.
+    pub fn unweighted_target_len(&self) -> usize {
         match &self.target {
             TargetSpec::Class { .. } => 1,
             TargetSpec::MixedClass { .. } => 3,
+            TargetSpec::MultiLabel { names } => names.len(),
             TargetSpec::Values { len } => *len,
             TargetSpec::Tokens => self.input_len(),
         }
@@ -98,7 +120,10 @@ impl Features {
 
     /// Targets per sample that count in a mean: its class, its values, or its positions.
     pub fn targets_per_sample(&self) -> usize {
-        if let TargetSpec::MixedClass { .. } = self.target { 1 } else { self.target_len() }
+        match self.target {
+            TargetSpec::MixedClass { .. } | TargetSpec::MultiLabel { .. } => 1,
+            _ => self.unweighted_target_len(),
+        }
     }
 
     /// Bytes of one sample's input and target in a host batch.

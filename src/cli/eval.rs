@@ -10,10 +10,11 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressState, ProgressStyle};
 use super::{CommonArgs, Exit, print_line, start_threads};
 use crate::base::units::{counted, format_count};
 use crate::data::DatasetContext;
-use crate::inference::evaluate::{Evaluation, TaskMetrics, evaluate};
+use crate::inference::evaluate::{Evaluation, evaluate};
 use crate::inference::session::SessionOptions;
 use crate::inference::trained_model::{CheckpointChoice, TrainedModel};
 use crate::memory::probe;
+use crate::metrics::task::TaskMetrics;
 use crate::planner::budget;
 use crate::report::{DisplayOptions, Verbosity};
 use crate::train::datasets::inference::{Samples, TestTimeAugmentation, TrainedOn};
@@ -164,6 +165,23 @@ fn lines(evaluation: &Evaluation) -> Vec<String> {
                 "... {}: `--json` lists all",
                 counted((names.len() - MAX_LISTED_CLASSES) as u64, "more class")
             ));
+        }
+    }
+    if let TaskMetrics::MultiLabel { names, metrics } = &evaluation.metrics {
+        lines.push(String::new());
+        lines.push(format!(
+            "{:<18} {:>9} {:>9} {:>9} {:>9} {:>9}",
+            "label", "samples", "precision", "recall", "f1", "avg prec"
+        ));
+        for (name, label) in names.iter().zip(&metrics.labels).take(MAX_LISTED_CLASSES) {
+            let precision = label.average_precision.map_or("-".into(), |value| format!("{value:.4}"));
+            lines.push(format!(
+                "{name:<18} {:>9} {:>9.4} {:>9.4} {:>9.4} {precision:>9}",
+                label.samples, label.precision, label.recall, label.f1
+            ));
+        }
+        if names.len() > MAX_LISTED_CLASSES {
+            lines.push(format!("... {} more labels: `--json` lists all", names.len() - MAX_LISTED_CLASSES));
         }
     }
     lines

@@ -62,7 +62,9 @@ impl HostBatch {
                     (InputSpec::Tokens { .. }, _) => BatchValues::U32(reserve(inputs)?),
                 },
                 targets: match features.target {
-                    TargetSpec::Values { .. } => BatchValues::F32(reserve(targets)?),
+                    TargetSpec::Values { .. } | TargetSpec::MultiLabel { .. } => {
+                        BatchValues::F32(reserve(targets)?)
+                    }
                     TargetSpec::Class { .. } | TargetSpec::MixedClass { .. } | TargetSpec::Tokens => {
                         BatchValues::U32(reserve(targets)?)
                     }

@@ -16,6 +16,7 @@ pub mod files;
 pub mod fingerprint;
 pub mod idx;
 pub mod images;
+pub mod labels;
 pub mod language;
 pub mod loader;
 pub mod order;

@@ -181,7 +181,7 @@ impl Dataset for Subset {
     fn class_counts(&self) -> Option<Vec<u64>> {
         let classes = match &self.features().target {
             TargetSpec::Class { names } | TargetSpec::MixedClass { names } => names.len(),
-            TargetSpec::Values { .. } | TargetSpec::Tokens => return None,
+            TargetSpec::MultiLabel { .. } | TargetSpec::Values { .. } | TargetSpec::Tokens => return None,
         };
         let mut counts = vec![0; classes];
         for i in 0..self.len() {

@@ -160,7 +160,8 @@ pub enum Event {
         step: u64,
         /// The epoch of the last update, from 1; 0 before the first.
         epoch: u64,
-        /// `valid.loss`, `valid.accuracy`, ...; `null` if not finite.
+        /// `valid.loss`, `valid.accuracy`, ..., and `train.loss` and `train.accuracy` over the updates since the last
+        /// evaluation; `null` if not finite.
         #[serde(deserialize_with = "nullable::numbers")]
         #[schemars(with = "BTreeMap<String, Option<f64>>")]
         metrics: BTreeMap<String, f64>,

@@ -215,23 +215,44 @@ impl Network {
         Ok(metrics)
     }
 
-    /// Computes the summed loss and the counts behind the metrics of a micro-batch.
-    pub fn evaluate(&self, exec: &Executor, batch: Option<&DeviceBatch>) -> StepResult<PendingMetricSums> {
+    /// Computes the summed loss and the counts behind the metrics of a micro-batch; with `outputs`, also what the last
+    /// linear layer computes, in f32 on the host, which is empty otherwise and in a dry run.
+    pub fn evaluate(
+        &self,
+        exec: &Executor,
+        batch: Option<&DeviceBatch>,
+        outputs: bool,
+    ) -> StepResult<(PendingMetricSums, Vec<f32>)> {
         let _kernels = ReferenceScope::enter(exec.spec.backend.is_reference());
         let x = self.forward_blocks(exec, batch.map(|b| &b.inputs))?;
-        let _work =
-            exec.reserve(Role::Workspace, self.loss.name(), self.loss.cost(exec.spec).forward_workspace)?;
-        match (&exec.pass, batch, &x.value) {
-            (Some(pass), Some(batch), Some(x)) => Ok(self.loss.evaluate(x, &batch.targets, pass)?),
-            _ => Ok(MetricSums::default().into()),
+        let sums = {
+            let workspace = self.loss.cost(exec.spec).forward_workspace;
+            let _work = exec.reserve(Role::Workspace, self.loss.name(), workspace)?;
+            match (&exec.pass, batch, &x.value) {
+                (Some(pass), Some(batch), Some(x)) => self.loss.evaluate(x, &batch.targets, pass)?,
+                _ => MetricSums::default().into(),
+            }
+        };
+        if !outputs {
+            return Ok((sums, Vec::new()));
         }
+        // As f32 where they are computed, and on the host.
+        let copies = 2 * exec.spec.batch * self.loss.outputs_per_sample() * size_of::<f32>();
+        let _copies = exec.reserve(Role::Workspace, self.loss.name(), copies as u64)?;
+        let logits = self.output_of(exec, &x)?;
+        let values = logits.map(|logits| host::to_vec(&logits.to_dtype(DType::F32)?));
+        Ok((sums, values.transpose()?.unwrap_or_default()))
     }
 
     /// Computes the outputs of the last linear layer, (samples, outputs) or (samples, positions, outputs); `None` in a
-    /// dry run. They are materialized in full, which training and evaluation never do.
+    /// dry run. They are materialized in full, which training never does.
     pub fn logits(&self, exec: &Executor, inputs: Option<&Tensor>) -> StepResult<Option<Tensor>> {
         let _kernels = ReferenceScope::enter(exec.spec.backend.is_reference());
         let x = self.forward_blocks(exec, inputs)?;
+        self.output_of(exec, &x)
+    }
+
+    fn output_of(&self, exec: &Executor, x: &ReservedTensor) -> StepResult<Option<Tensor>> {
         let bytes = exec.spec.bytes(self.loss.outputs_per_sample());
         let _hold = exec.reserve(Role::Activations, self.loss.name(), bytes)?;
         let _work =

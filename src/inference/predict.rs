@@ -13,7 +13,8 @@ use super::view_mean::ViewMean;
 use crate::base::features::TargetSpec;
 use crate::data::bad_records::BadRecord;
 use crate::data::{DataError, Dataset, HostBatch};
-use crate::metrics::{argmax, softmax};
+use crate::metrics::task::TargetScale;
+use crate::metrics::{argmax, sigmoid, softmax};
 use crate::train::Failure;
 
 pub use writer::{Cell, OutputColumn, OutputFormat};
@@ -47,14 +48,9 @@ pub struct PredictSummary {
 
 /// The columns of a prediction.
 enum Task {
-    Classification {
-        names: Vec<String>,
-        probabilities: bool,
-    },
-    /// Name, mean and standard deviation of each target.
-    Regression {
-        targets: Vec<(String, f64, f64)>,
-    },
+    Classification { names: Vec<String>, probabilities: bool },
+    MultiLabel { names: Vec<String>, separator: String, probabilities: bool },
+    Regression { targets: Vec<TargetScale> },
 }
 
 impl Task {
@@ -63,6 +59,11 @@ impl Task {
             TargetSpec::Class { names } | TargetSpec::MixedClass { names } => {
                 Ok(Self::Classification { names: names.clone(), probabilities: options.probabilities })
             }
+            TargetSpec::MultiLabel { names } => Ok(Self::MultiLabel {
+                names: names.clone(),
+                separator: model.job.data.source.label_separator().unwrap_or("|").to_owned(),
+                probabilities: options.probabilities,
+            }),
             TargetSpec::Values { len } => Ok(Self::Regression { targets: target_scales(model, *len) }),
             TargetSpec::Tokens => {
                 let _ = dataset;
@@ -84,11 +85,19 @@ impl Task {
                 }
                 columns
             }
+            Task::MultiLabel { names, probabilities, .. } => {
+                let mut columns = vec![OutputColumn::text("prediction")];
+                if *probabilities {
+                    columns
+                        .extend(names.iter().map(|name| OutputColumn::number(format!("probability_{name}"))));
+                }
+                columns
+            }
             Task::Regression { targets } => match &targets[..] {
                 [_] => vec![OutputColumn::number("prediction")],
                 several => several
                     .iter()
-                    .map(|(name, ..)| OutputColumn::number(format!("prediction_{name}")))
+                    .map(|target| OutputColumn::number(format!("prediction_{}", target.name)))
                     .collect(),
             },
         }
@@ -105,11 +114,19 @@ impl Task {
                     into.extend(scratch.iter().map(|p| Cell::Number(*p as f32)));
                 }
             }
+            Task::MultiLabel { names, separator, probabilities } => {
+                let present = names.iter().zip(outputs).filter(|(_, logit)| **logit > 0.0);
+                let present: Vec<&str> = present.map(|(name, _)| name.as_str()).collect();
+                into.push(Cell::Text(present.join(separator)));
+                if *probabilities {
+                    into.extend(outputs.iter().map(|logit| Cell::Number(sigmoid(f64::from(*logit)) as f32)));
+                }
+            }
             Task::Regression { targets } => into.extend(
                 outputs
                     .iter()
                     .zip(targets)
-                    .map(|(value, (_, mean, std))| Cell::Number((f64::from(*value) * std + mean) as f32)),
+                    .map(|(value, target)| Cell::Number(target.restore(*value) as f32)),
             ),
         }
     }

@@ -126,7 +126,7 @@ impl Unloaded {
         let _batch = ledger.reserve(Role::Batch, "micro-batch", batch_bytes(features, spec)).ok();
         let exec = Executor { pass: None, spec, ledger: &ledger, recompute_blocks: 0, offload: None };
         match output {
-            PassOutput::Metrics => drop(self.network.evaluate(&exec, None)),
+            PassOutput::Metrics => drop(self.network.evaluate(&exec, None, false)),
             PassOutput::Logits => {
                 drop(self.network.logits(&exec, None));
                 // The copy in f32 that is read on the host.
@@ -281,7 +281,7 @@ impl Session {
 
     /// Sums of the loss and of what the metrics count.
     pub fn evaluate(&self, batch: &HostBatch) -> Result<MetricSums, Failure> {
-        let sums = self.run(batch, |network, exec, batch| network.evaluate(exec, Some(batch)))?;
+        let sums = self.run(batch, |network, exec, batch| network.evaluate(exec, Some(batch), false))?.0;
         Ok(sums.read()?)
     }
 

@@ -1,7 +1,10 @@
 //! `[eval]`, `[checkpoint]` and `[log]`: what a run evaluates, keeps and reports, and how often.
 
-use schemars::JsonSchema;
-use serde::{Deserialize, Serialize};
+use std::borrow::Cow;
+
+use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
+use serde::de::Error;
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 /// How often something happens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -15,7 +18,7 @@ pub enum Interval {
 }
 
 /// Evaluation on the validation set.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 #[schemars(extend("x-one-of" = ["every_epochs", "every_steps"]))]
 pub struct EvalConfig {
@@ -27,19 +30,16 @@ pub struct EvalConfig {
     #[schemars(range(min = 1, max = 1_000_000_000))]
     #[serde(skip_serializing_if = "Option::is_none")]
     every_steps: Option<u64>,
-    /// Metrics besides the loss, reported as `valid.NAME`.
+    /// Metrics besides the loss, reported as `valid.NAME`, as scikit-learn computes them; by default `accuracy` of classes
+    /// and tokens, `f1_micro` and `f1_macro` of labels, `rmse` of values. Those of several regression targets are means over
+    /// the targets, and `valid.NAME.TARGET` is that of each.
     #[schemars(extend("uniqueItems" = true))]
-    pub metrics: Vec<Metric>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub metrics: Option<Vec<Metric>>,
     /// Samples in a micro-batch of the evaluation; chosen by the memory plan if absent.
     #[schemars(range(min = 1, max = 1_048_576))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub batch_size: Option<usize>,
-}
-
-impl Default for EvalConfig {
-    fn default() -> Self {
-        Self { every_epochs: None, every_steps: None, metrics: vec![Metric::Accuracy], batch_size: None }
-    }
 }
 
 impl EvalConfig {
@@ -63,19 +63,97 @@ impl EvalConfig {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Metric {
-    /// Fraction of samples whose class has the highest logit.
+    /// Fraction of samples whose class has the highest logit, of tokens likewise, or of samples whose labels are all right.
     Accuracy,
-    /// Fraction of samples whose class is among the five highest logits.
+    /// Fraction of samples whose class is among the five highest logits; of tokens likewise.
     Top5,
+    /// Precision of a class against the rest, mean over classes.
+    Precision,
+    /// Recall of a class against the rest, mean over classes.
+    Recall,
+    /// F1 of a class against the rest, mean over classes.
+    F1,
+    /// Area under the ROC curve of a class against the rest, mean over classes.
+    RocAuc,
+    /// Mean of -ln(probability of the class), without the weights and the smoothing of the loss.
+    LogLoss,
+    /// Expected calibration error: the mean distance of confidence and accuracy over 15 bins.
+    CalibrationError,
+    /// F1 of all labels together.
+    F1Micro,
+    /// F1 of each label, mean over labels.
+    F1Macro,
+    /// Average precision of each label, mean over labels.
+    AveragePrecision,
+    /// Root of the mean squared error, in the units of the target.
+    Rmse,
+    /// Mean absolute error, in the units of the target.
+    Mae,
+    /// Coefficient of determination.
+    R2,
+    /// e to the loss per token.
+    Perplexity,
+    /// Loss in bits per byte of text.
+    BitsPerByte,
 }
 
 impl Metric {
+    const ALL: [Metric; 16] = [
+        Metric::Accuracy,
+        Metric::Top5,
+        Metric::Precision,
+        Metric::Recall,
+        Metric::F1,
+        Metric::RocAuc,
+        Metric::LogLoss,
+        Metric::CalibrationError,
+        Metric::F1Micro,
+        Metric::F1Macro,
+        Metric::AveragePrecision,
+        Metric::Rmse,
+        Metric::Mae,
+        Metric::R2,
+        Metric::Perplexity,
+        Metric::BitsPerByte,
+    ];
+
     /// Its name after `valid.`.
     pub fn name(self) -> &'static str {
         match self {
             Self::Accuracy => "accuracy",
             Self::Top5 => "top5",
+            Self::Precision => "precision",
+            Self::Recall => "recall",
+            Self::F1 => "f1",
+            Self::RocAuc => "roc_auc",
+            Self::LogLoss => "log_loss",
+            Self::CalibrationError => "calibration_error",
+            Self::F1Micro => "f1_micro",
+            Self::F1Macro => "f1_macro",
+            Self::AveragePrecision => "average_precision",
+            Self::Rmse => "rmse",
+            Self::Mae => "mae",
+            Self::R2 => "r2",
+            Self::Perplexity => "perplexity",
+            Self::BitsPerByte => "bits_per_byte",
         }
+    }
+
+    /// Whether the outputs of the model are needed, and not only the sums that the loss computes.
+    pub fn needs_outputs(self) -> bool {
+        !matches!(self, Self::Accuracy | Self::Top5 | Self::Perplexity | Self::BitsPerByte)
+    }
+
+    fn is_lower_better(self) -> bool {
+        matches!(
+            self,
+            Self::LogLoss
+                | Self::CalibrationError
+                | Self::Rmse
+                | Self::Mae
+                | Self::Perplexity
+                | Self::BitsPerByte
+        )
     }
 }
 
@@ -99,13 +177,13 @@ pub struct CheckpointConfig {
     /// How many of the newest checkpoints are kept; the best one is kept too.
     #[schemars(range(min = 1, max = 1_000_000))]
     pub keep: usize,
-    /// The metric that selects the best checkpoint: the lowest loss, or the highest accuracy.
+    /// The metric that selects the best checkpoint: the lowest loss or error, or the highest of other metrics.
     pub best: BestMetric,
 }
 
 impl Default for CheckpointConfig {
     fn default() -> Self {
-        Self { every_epochs: None, every_steps: None, every_minutes: None, keep: 3, best: BestMetric::Loss }
+        Self { every_epochs: None, every_steps: None, every_minutes: None, keep: 3, best: BestMetric::LOSS }
     }
 }
 
@@ -127,43 +205,66 @@ impl CheckpointConfig {
     }
 }
 
-/// The value that ranks checkpoints.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-pub enum BestMetric {
-    #[serde(rename = "valid.loss")]
-    Loss,
-    #[serde(rename = "valid.accuracy")]
-    Accuracy,
-    #[serde(rename = "valid.top5")]
-    Top5,
-}
+/// The value that ranks checkpoints: `valid.loss`, or `valid.` and the name of a metric.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BestMetric(Option<Metric>);
 
 impl BestMetric {
+    pub const LOSS: Self = Self(None);
+
+    pub fn of(metric: Metric) -> Self {
+        Self(Some(metric))
+    }
+
+    fn all() -> impl Iterator<Item = Self> {
+        std::iter::once(Self::LOSS).chain(Metric::ALL.map(Self::of))
+    }
+
     /// Its name in events and metrics: `valid.loss`, ...
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Loss => "valid.loss",
-            Self::Accuracy => "valid.accuracy",
-            Self::Top5 => "valid.top5",
-        }
+    pub fn name(self) -> String {
+        format!("valid.{}", self.0.map_or("loss", Metric::name))
     }
 
     /// The metric that must be measured for it; none for the loss, which always is.
     pub fn metric(self) -> Option<Metric> {
-        match self {
-            Self::Loss => None,
-            Self::Accuracy => Some(Metric::Accuracy),
-            Self::Top5 => Some(Metric::Top5),
-        }
+        self.0
     }
 
     pub fn is_lower_better(self) -> bool {
-        self == Self::Loss
+        self.0.is_none_or(Metric::is_lower_better)
     }
 
     /// Whether `new` ranks above `old`. A value that is not a number never does.
     pub fn improves(self, new: f64, old: f64) -> bool {
         if self.is_lower_better() { new < old } else { new > old }
+    }
+}
+
+impl Serialize for BestMetric {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.serialize_str(&self.name())
+    }
+}
+
+impl<'de> Deserialize<'de> for BestMetric {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let name = String::deserialize(deserializer)?;
+        let unknown = || D::Error::custom(format!("`{name}` is not a metric"));
+        Self::all().find(|metric| metric.name() == name).ok_or_else(unknown)
+    }
+}
+
+impl JsonSchema for BestMetric {
+    fn inline_schema() -> bool {
+        true
+    }
+
+    fn schema_name() -> Cow<'static, str> {
+        "BestMetric".into()
+    }
+
+    fn json_schema(_: &mut SchemaGenerator) -> Schema {
+        json_schema!({ "type": "string", "enum": Self::all().map(Self::name).collect::<Vec<_>>() })
     }
 }
 

@@ -10,7 +10,7 @@ use super::error::{ErrorCode, JobError};
 use super::source_map::WHOLE_FILE;
 use super::{
     AugmentConfig, BestMetric, CategoryEncoding, ClassWeightsConfig, CsvConfig, Job, JsonConfig, JsonlConfig,
-    OptimizerConfig, ParquetConfig, Precision, RunLength, SourceConfig,
+    OptimizerConfig, ParquetConfig, Precision, RunLength, SourceConfig, Task,
 };
 
 /// Every contradiction in `job`, reported where `tree` states it.
@@ -68,9 +68,28 @@ pub(super) fn contradictions(job: &Job, tree: &DeTable) -> Vec<SpannedError> {
             );
         }
     }
+    if let SourceConfig::Csv(CsvConfig { columns, .. })
+    | SourceConfig::Json(JsonConfig { columns, .. })
+    | SourceConfig::Parquet(ParquetConfig { columns, .. }) = &job.data.source
+        && columns.label_separator.is_some()
+        && matches!(columns.task, Task::Classes | Task::Values)
+    {
+        report(
+            "data.task",
+            "`data.task` contradicts `data.label_separator`, which is for several labels per row".into(),
+            "write `task = \"labels\"`, or remove one of them".into(),
+        );
+    }
+    if job.data.source.label_separator() == Some("") {
+        report(
+            "data.label_separator",
+            "`data.label_separator` cannot be empty".into(),
+            "write what stands between two labels, such as \"|\"".into(),
+        );
+    }
     for (key, best) in [("checkpoint.best", Some(job.checkpoint.best)), ("stop.metric", job.stop.metric)] {
-        if let Some(metric) = best.and_then(BestMetric::metric)
-            && !job.eval.metrics.contains(&metric)
+        if let (Some(metric), Some(metrics)) = (best.and_then(BestMetric::metric), &job.eval.metrics)
+            && !metrics.contains(&metric)
         {
             let name = metric.name();
             report(

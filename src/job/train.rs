@@ -47,12 +47,17 @@ pub struct TrainConfig {
     #[serde(default = "huber_delta")]
     #[schemars(extend("exclusiveMinimum" = 0.0))]
     pub huber_delta: f64,
-    /// Fraction of each target that is spread over all classes.
+    /// Exponent of the factor (1 - probability of the target) of `focal`; 0 is cross-entropy.
+    #[serde(default = "focal_gamma")]
+    #[schemars(range(min = 0.0, max = 20.0))]
+    pub focal_gamma: f64,
+    /// Fraction of each target that is spread over all classes; of several labels per sample, over 1 and 0.
     #[serde(default)]
     #[schemars(range(min = 0.0), extend("exclusiveMaximum" = 1.0))]
     pub label_smoothing: f64,
     /// Weight of each class in the loss: a table of class names and weights, 1 for those it does not name, or
-    /// `"balanced"`, inversely proportional to their samples in the training set.
+    /// `"balanced"`, inversely proportional to their samples in the training set. With several labels per sample, the
+    /// weight of a label where it is present; `"balanced"`: samples without it per sample with it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub class_weights: Option<ClassWeightsConfig>,
     /// Clip the gradient to this norm; no clipping if absent.
@@ -116,6 +121,10 @@ fn huber_delta() -> f64 {
     1.0
 }
 
+fn focal_gamma() -> f64 {
+    2.0
+}
+
 fn accumulation_steps() -> usize {
     1
 }
@@ -151,11 +160,15 @@ pub enum InitHead {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum LossKind {
-    /// `cross_entropy` for classes and tokens, `mse` for values.
+    /// `cross_entropy` for classes and tokens, `bce` for several labels per sample, `mse` for values.
     #[default]
     Auto,
     /// Cross-entropy of the softmax over classes or tokens.
     CrossEntropy,
+    /// Binary cross-entropy of a sigmoid per label; of two classes it is `cross_entropy`.
+    Bce,
+    /// `cross_entropy` or `bce`, times (1 - probability of the target)^`focal_gamma`: what is predicted well counts less.
+    Focal,
     /// Mean squared error.
     Mse,
     /// Mean absolute error.

@@ -21,12 +21,12 @@ struct CrossEntropyArgs {
     void *logits;            // (rows, stride)
     const void *bias;        // (classes) or null
     const float *class_weights;    // (classes) or null
-    const uint32_t *targets; // (rows, 1 or 3)
+    const uint32_t *targets; // (rows, 1 to 3): a class; a class and its weight; two classes and a fraction
     double *loss, *weight;   // (rows)
     uint32_t *hits;          // (rows): COUNTED, TOP1, TOP5
     int64_t rows, stride;
     int classes, padded_classes, per_row; // columns classes..padded_classes get zero gradient
-    double smoothing, class_weight_sum, scale;
+    double smoothing, focal_gamma, class_weight_sum, scale;
 };
 
 constexpr int THREADS = 512;
@@ -37,13 +37,15 @@ template <class R> struct SoftTarget {
     uint32_t classes[2];
     double fractions[2];
     R logits[2];
+    double weight; // of the sample
     bool ignored, wrong;
 };
 
 template <class T> __device__ __forceinline__ SoftTarget<Acc<T>> soft_target_of(const CrossEntropyArgs &q, int64_t row) {
     const uint32_t *target = q.targets + row * q.per_row;
-    SoftTarget<Acc<T>> soft_target = {{target[0], target[0]}, {1, 0}, {0, 0}, target[0] == IGNORE_INDEX, false};
+    SoftTarget<Acc<T>> soft_target = {{target[0], target[0]}, {1, 0}, {0, 0}, 1, target[0] == IGNORE_INDEX, false};
     if (soft_target.ignored) return soft_target;
+    if (q.per_row == 2) soft_target.weight = double(__uint_as_float(target[1]));
     if (q.per_row == 3) {
         double share = double(__uint_as_float(target[2]));
         bool turn = share < 0.5;
@@ -178,13 +180,20 @@ __device__ __forceinline__ SoftTarget<Acc<T>> loss_grad_row(const CrossEntropyAr
     R top = stats.max_logit, total = stats.total;
     auto after = next(); // loads while this row's gradients are computed
 
-    double share = smooth ? q.smoothing / classes : 0, hard_weights[2], hard_weight_sum = 0;
+    double share = smooth ? q.smoothing / classes * soft_target.weight : 0, hard_weights[2], hard_weight_sum = 0;
     auto class_weight = [&](uint32_t c) { return q.class_weights ? double(q.class_weights[c]) : 1.0; };
     int of = q.per_row == 3 ? 2 : 1;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-        hard_weights[i] = i < of ? (1 - q.smoothing) * soft_target.fractions[i] * class_weight(soft_target.classes[i]) : 0;
+        hard_weights[i] = i < of ? (1 - q.smoothing) * soft_target.weight * soft_target.fractions[i] * class_weight(soft_target.classes[i]) : 0;
         hard_weight_sum += hard_weights[i];
+    }
+    // Factors of the focal loss and of its gradient: those of the cross-entropy, times a function of the probability.
+    double fade = 1, gradient_fade = 1;
+    if (q.focal_gamma > 0) {
+        double log_p = double(target_logit - top) - log(double(total)), missing = -expm1(log_p);
+        fade = pow(missing, q.focal_gamma);
+        gradient_fade = missing > 0 ? fade - q.focal_gamma * exp(log_p) * pow(missing, q.focal_gamma - 1) * log_p : 0;
     }
     // The last thread has the least other work.
     if (threadIdx.x == blockDim.x - 1) {
@@ -192,8 +201,8 @@ __device__ __forceinline__ SoftTarget<Acc<T>> loss_grad_row(const CrossEntropyAr
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             if (i >= of) break;
-            loss += hard_weights[i] * (log_total - double(soft_target.logits[i] - top));
-            weight += soft_target.fractions[i] * class_weight(soft_target.classes[i]);
+            loss += fade * hard_weights[i] * (log_total - double(soft_target.logits[i] - top));
+            weight += soft_target.weight * soft_target.fractions[i] * class_weight(soft_target.classes[i]);
         }
         if (smooth) loss += share * (q.class_weight_sum * log_total - (stats.weighted_sum - q.class_weight_sum * double(top)));
         bool known = target_logit == target_logit;
@@ -205,8 +214,8 @@ __device__ __forceinline__ SoftTarget<Acc<T>> loss_grad_row(const CrossEntropyAr
         for (int p = threadIdx.x; p < packs; p += blockDim.x) done(p);
         return after;
     }
-    R scale = R(q.scale), softmax_scale = scale * R(hard_weight_sum + (smooth ? share * q.class_weight_sum : 0)) / total;
-    R target_scales[2] = {scale * R(hard_weights[0]), scale * R(hard_weights[1])}, smoothing_scale = scale * R(share);
+    R scale = R(q.scale), softmax_scale = scale * R(gradient_fade * hard_weight_sum + (smooth ? share * q.class_weight_sum : 0)) / total;
+    R target_scales[2] = {scale * R(gradient_fade * hard_weights[0]), scale * R(gradient_fade * hard_weights[1])}, smoothing_scale = scale * R(share);
     auto slope = [&](R s) { return exp_from<T>(s, top) * softmax_scale; };
     auto smoothing_term = [&](int c) { return smooth ? smoothing_scale * R(q.class_weights ? q.class_weights[c] : 1.0f) : R(0); };
     // What the targets subtract from the gradient of a class.

@@ -3,8 +3,8 @@
 //! Only one chunk of logits is in memory at a time. It is turned into its own gradient in place (on Hopper up to a
 //! factor per row), which immediately yields the gradients of the input, the weight and the bias.
 //!
-//! The target of a row is a class, or two classes and a fraction (mixup, CutMix). In that case the loss is the sum of
-//! both classes' losses, weighted by the fraction and its complement.
+//! The target of a row is a class, a class and the weight of the row, or two classes and a fraction (mixup, CutMix). In
+//! the last case the loss is the sum of both classes' losses, weighted by the fraction and its complement.
 
 #[cfg(feature = "cuda")]
 mod fused;
@@ -44,6 +44,9 @@ pub struct LinearCrossEntropy<'a> {
     pub bias: Option<&'a Tensor>,
     /// Fraction of the target that is spread over all classes (label smoothing).
     pub smoothing: f64,
+    /// Exponent of the focal loss, which multiplies the cross-entropy by (1 - probability of the class)^gamma; 0 for plain
+    /// cross-entropy. Not with smoothing or two classes per row.
+    pub focal_gamma: f64,
     /// A weight per class. The mean loss divides by the sum of the targets' weights.
     pub class_weights: Option<&'a ClassWeights>,
 }
@@ -86,18 +89,25 @@ struct HeadBackward<'a> {
 impl LinearCrossEntropy<'_> {
     #[cfg(feature = "cuda")]
     fn is_plain_softmax(&self) -> bool {
-        is_plain_softmax(self.bias.is_some(), self.smoothing, self.class_weights.is_some())
+        let weighted = self.class_weights.is_some() || self.focal_gamma > 0.0;
+        is_plain_softmax(self.bias.is_some(), self.smoothing, weighted)
     }
 
     /// The reference: the summed loss in plain candle ops. `targets` must not contain [`IGNORE_INDEX`].
     pub fn reference(&self, x: &Tensor, targets: &Tensor) -> Result<Tensor> {
         let targets = targets.flatten_all()?;
         let ones = Tensor::ones(targets.dims(), x.dtype(), x.device())?;
-        self.reference_soft_targets(x, &[(targets, ones)])
+        self.reference_soft_targets(x, &[(targets, ones)], None)
     }
 
-    /// The reference for rows with several classes: pairs of (rows) `u32` classes and (rows) fractions.
-    pub fn reference_soft_targets(&self, x: &Tensor, soft_targets: &[(Tensor, Tensor)]) -> Result<Tensor> {
+    /// The reference for rows with several classes: pairs of (rows) `u32` classes and (rows) fractions; and weights,
+    /// (rows).
+    pub fn reference_soft_targets(
+        &self,
+        x: &Tensor,
+        soft_targets: &[(Tensor, Tensor)],
+        row_weights: Option<&Tensor>,
+    ) -> Result<Tensor> {
         let (classes, width) = self.weight.dims2()?;
         let x = x.reshape((x.elem_count() / width, width))?;
         let logits = x.matmul(&self.weight.t()?)?;
@@ -110,19 +120,28 @@ impl LinearCrossEntropy<'_> {
             Some(w) => Tensor::new(&**w, x.device())?.to_dtype(x.dtype())?,
             None => Tensor::ones(classes, x.dtype(), x.device())?,
         };
-        let weighted_sum = log_p.broadcast_mul(&weights)?.sum_all()?;
+        let of_rows = |values: Tensor| match row_weights {
+            Some(weights) => (values * weights)?.sum_all(),
+            None => values.sum_all(),
+        };
+        let weighted_sum = of_rows(log_p.broadcast_mul(&weights)?.sum(1)?)?;
         let mut loss = (weighted_sum * (-self.smoothing / classes as f64))?;
         for (targets, fraction) in soft_targets {
             let target_log_p = log_p.gather(&targets.unsqueeze(1)?, 1)?.squeeze(1)?;
-            let hard = ((target_log_p * weights.index_select(targets, 0)?)? * fraction)?.sum_all()?;
+            let faded = match self.focal_gamma > 0.0 {
+                true => (&target_log_p * (1.0 - target_log_p.exp()?)?.powf(self.focal_gamma)?)?,
+                false => target_log_p,
+            };
+            let hard = of_rows(((faded * weights.index_select(targets, 0)?)? * fraction)?)?;
             loss = (loss + (hard * (self.smoothing - 1.0))?)?;
         }
         Ok(loss)
     }
 
     /// Returns the metric sums and, if `needs_input_grad`, the gradient of `scale` times the summed loss with respect to
-    /// `x`, and accumulates the gradients of weight and bias into `grads`. `targets` holds one class per row, or (class, class, bits of the
-    /// first one's fraction). Only [`evaluate`](Self::evaluate) counts top-1 and top-5 hits reliably: some
+    /// `x`, and accumulates the gradients of weight and bias into `grads`. `targets` holds one class per row, (class,
+    /// bits of the row's weight), or (class, class, bits of the first one's fraction). Only
+    /// [`evaluate`](Self::evaluate) counts top-1 and top-5 hits reliably: some
     /// implementations skip them here.
     pub fn forward_backward(
         &self,
@@ -164,6 +183,7 @@ impl LinearCrossEntropy<'_> {
         let per_row = targets.len() / rows.max(1);
         let logits = self.linear().reference(x)?.to_dtype(DType::F64)?.flatten_all()?.to_vec1::<f64>()?;
         let (mut sums, mut kept, mut goals) = (MetricSums::default(), Vec::new(), [const { Vec::new() }; 2]);
+        let mut weights = Vec::new();
         for (at, (mut row, target)) in
             logits.chunks(classes).map(<[f64]>::to_vec).zip(targets.chunks(per_row)).enumerate()
         {
@@ -176,6 +196,10 @@ impl LinearCrossEntropy<'_> {
                 [a, b, bits] => {
                     goals[0].push((a, f32::from_bits(bits)));
                     goals[1].push((b, 1.0 - f32::from_bits(bits)));
+                }
+                [class, bits] => {
+                    goals[0].push((class, 1.0));
+                    weights.push(f32::from_bits(bits));
                 }
                 _ => goals[0].push((target[0], 1.0)),
             }
@@ -191,10 +215,18 @@ impl LinearCrossEntropy<'_> {
             let fractions = Tensor::from_vec(fractions, n, x.device())?.to_dtype(x.dtype())?;
             Ok((Tensor::from_vec(classes, n, x.device())?, fractions))
         };
+        let weights = match &weights[..] {
+            [] => None,
+            weights => Some(Tensor::new(weights, x.device())?.to_dtype(x.dtype())?),
+        };
         let goals: Vec<_> = goals.iter().filter(|goal| !goal.is_empty()).map(goal).collect::<Result<_>>()?;
         let loss = |t: &[Tensor]| {
             let x = t[0].reshape((rows, width))?.index_select(&kept, 0)?;
-            LinearCrossEntropy { weight: &t[1], bias: t.get(2), ..*self }.reference_soft_targets(&x, &goals)
+            LinearCrossEntropy { weight: &t[1], bias: t.get(2), ..*self }.reference_soft_targets(
+                &x,
+                &goals,
+                weights.as_ref(),
+            )
         };
         let inputs: Vec<&Tensor> = [x, self.weight].into_iter().chain(self.bias).collect();
         let value = loss(&inputs.iter().map(|t| (*t).clone()).collect::<Vec<_>>())?;
@@ -245,7 +277,7 @@ impl LinearCrossEntropy<'_> {
         let targets = cpu::view::<u32>(targets)?;
         let rows = values.len() / width;
         let per_row = targets.len() / rows.max(1);
-        if ![1, 3].contains(&per_row) || per_row * rows != targets.len() {
+        if ![1, 2, 3].contains(&per_row) || per_row * rows != targets.len() {
             candle_core::bail!("{} target values for {rows} rows", targets.len())
         }
         let chunk = chunk_rows(rows, classes);
@@ -363,9 +395,10 @@ impl LinearCrossEntropy<'_> {
             }
             _ => [(target[0] as usize, 1.0); 2],
         };
-        let soft_targets = if target.len() == 1 { &pair[..1] } else { &pair[..] };
+        let soft_targets = if target.len() == 3 { &pair[..] } else { &pair[..1] };
+        let row_weight = if let [_, bits] = *target { f32::from_bits(bits).into() } else { 1.0 };
         let (classes, target) = (row.len(), pair[0].0);
-        let weight = |class: usize| self.class_weights.map_or(1.0, |w| w[class] as f64);
+        let weight = |class: usize| row_weight * self.class_weights.map_or(1.0, |w| w[class] as f64);
         let target_logit = row[target];
         let mut max_logit = R::NEG_INFINITY;
         let (mut above, mut equal_before) = (0u64, 0u64);
@@ -395,16 +428,21 @@ impl LinearCrossEntropy<'_> {
         let smoothing_per_class = self.smoothing / classes as f64;
         let class_weight_sum: f64 = match (self.smoothing > 0.0, self.class_weights) {
             (false, _) => 0.0,
-            (true, None) => classes as f64,
-            (true, Some(w)) => w.iter().map(|w| *w as f64).sum(),
+            (true, None) => row_weight * classes as f64,
+            (true, Some(w)) => row_weight * w.iter().map(|w| *w as f64).sum::<f64>(),
+        };
+        let (fade, gradient_fade) = match self.focal_gamma > 0.0 {
+            true => focal_factors(target_logits[0] - log_total, self.focal_gamma),
+            false => (1.0, 1.0),
         };
         let hard_weight = |(class, part): (usize, f64)| (1.0 - self.smoothing) * part * weight(class);
         for (&goal, score) in soft_targets.iter().zip(target_logits) {
-            sums.loss += hard_weight(goal) * (log_total - score);
+            sums.loss += fade * hard_weight(goal) * (log_total - score);
             sums.weight += goal.1 * weight(goal.0);
         }
         sums.loss += smoothing_per_class * (class_weight_sum * log_total - weighted_sum);
         let Some(scale) = scale else { return };
+        let hard_weight = |goal: (usize, f64)| gradient_fade * hard_weight(goal);
         let hard_weight_sum: f64 = soft_targets.iter().map(|goal| hard_weight(*goal)).sum();
         let softmax_scale =
             R::of_f64(scale * (hard_weight_sum + smoothing_per_class * class_weight_sum)) / total;
@@ -416,6 +454,17 @@ impl LinearCrossEntropy<'_> {
         }
         soft_targets.iter().for_each(|goal| row[goal.0] -= R::of_f64(scale * hard_weight(*goal)));
     }
+}
+
+/// Factors by which the focal loss differs from the cross-entropy, of the value and of the gradient, for a class of
+/// this log-probability.
+#[inline]
+fn focal_factors(log_p: f64, gamma: f64) -> (f64, f64) {
+    let missing = -log_p.exp_m1();
+    let fade = missing.powf(gamma);
+    // The derivative of the factor vanishes with the loss; its quotient would be 0 / 0 for gamma below 1.
+    let slope = if missing > 0.0 { gamma * log_p.exp() * missing.powf(gamma - 1.0) * log_p } else { fade };
+    (fade, fade - slope)
 }
 
 /// Workspace in bytes of `evaluate` and of `forward_backward` for `rows` rows.
@@ -459,8 +508,8 @@ fn cuda_chunk_rows(dtype: DType, rows: usize, classes: usize) -> usize {
 pub fn reference_workspace(dtype: DType, rows: usize, classes: usize, width: usize) -> (u64, u64) {
     let (logits, input) = (rows * classes, (rows + classes) * width);
     let evaluate =
-        cpu::size_in_bytes(DType::F64, 2 * logits) + cpu::size_in_bytes(dtype, 6 * logits + 2 * input);
-    (evaluate, evaluate + cpu::size_in_bytes(dtype, 10 * logits + 6 * input))
+        cpu::size_in_bytes(DType::F64, 2 * logits) + cpu::size_in_bytes(dtype, 7 * logits + 2 * input);
+    (evaluate, evaluate + cpu::size_in_bytes(dtype, 11 * logits + 6 * input))
 }
 
 /// Like [`workspace`], on a GPU.

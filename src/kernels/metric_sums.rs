@@ -4,9 +4,10 @@
 pub(super) mod gpu;
 
 use candle_core::{Result, Tensor};
+use serde::{Deserialize, Serialize};
 
 /// Sums over samples (tokens). Adding them is exact, however a dataset is split.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct MetricSums {
     /// Sum of weighted losses.
     pub loss: f64,

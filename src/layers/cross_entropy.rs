@@ -26,6 +26,8 @@ pub struct CrossEntropy {
     pub classes: usize,
     /// Label smoothing: the fraction of each target spread over all classes.
     pub smoothing: f64,
+    /// Exponent of the focal loss; 0 for plain cross-entropy.
+    pub focal_gamma: f64,
     pub class_weights: Option<ClassWeights>,
 }
 
@@ -35,6 +37,7 @@ impl CrossEntropy {
             weight: pass.weight(self.weight),
             bias: self.bias.map(|id| pass.weight(id)),
             smoothing: self.smoothing,
+            focal_gamma: self.focal_gamma,
             class_weights: self.class_weights.as_ref(),
         }
     }
@@ -83,7 +86,8 @@ impl Loss for CrossEntropy {
             Backend::Cuda { .. } => {
                 let (eval_bytes, train_bytes) =
                     cuda_workspace(spec.dtype, rows, self.classes, bias, weighted);
-                let fused = if spec.backend.is_hopper() && is_plain_softmax(bias, self.smoothing, weighted) {
+                let changed = weighted || self.focal_gamma > 0.0;
+                let fused = if spec.backend.is_hopper() && is_plain_softmax(bias, self.smoothing, changed) {
                     fused_workspace(spec.dtype, rows, self.classes, self.width)
                 } else {
                     0
@@ -137,6 +141,7 @@ mod tests {
             width,
             classes,
             smoothing,
+            focal_gamma: 0.0,
             class_weights: weighted
                 .then(|| (0..classes).map(|c| 0.5 + c as f32 * 0.25).collect::<Vec<_>>().into()),
         }
@@ -182,8 +187,8 @@ mod tests {
             let pass = PassContext { loss_scale: 0.5, ..subject.pass(Mode::Train) };
             let (metrics, dx) = loss.forward_backward(&x, &targets, &pass, true).unwrap();
             let vars: Vec<Var> = [&x, pass.weight(loss.weight), pass.weight(loss.bias.unwrap())] .map(leaf).into();
-            let head = LinearCrossEntropy { weight: &vars[1], bias: Some(&vars[2]), smoothing: smooth, class_weights: loss.class_weights.as_ref() };
-            let wanted = head.reference_soft_targets(&vars[0], &goals).unwrap();
+            let head = LinearCrossEntropy { weight: &vars[1], bias: Some(&vars[2]), smoothing: smooth, focal_gamma: 0.0, class_weights: loss.class_weights.as_ref() };
+            let wanted = head.reference_soft_targets(&vars[0], &goals, None).unwrap();
             let value = wanted.to_scalar::<f64>().unwrap();
             let metrics = metrics.read().unwrap();
             prop_assert!((metrics.loss - value).abs() < 1e-4 * value.abs().max(1.0));
@@ -215,7 +220,7 @@ mod tests {
             let pass = PassContext { loss_scale: 0.5, ..subject.pass(Mode::Train) };
             let (metrics, dx) = loss.forward_backward(&x, &t, &pass, true).unwrap();
             let vars: Vec<Var> = [&x, pass.weight(loss.weight), pass.weight(loss.bias.unwrap())] .map(leaf).into();
-            let head = LinearCrossEntropy { weight: &vars[1], bias: Some(&vars[2]), smoothing: smooth, class_weights: loss.class_weights.as_ref() };
+            let head = LinearCrossEntropy { weight: &vars[1], bias: Some(&vars[2]), smoothing: smooth, focal_gamma: 0.0, class_weights: loss.class_weights.as_ref() };
             let wanted = head.reference(&vars[0], &t.to_device(&Device::Cpu).unwrap()).unwrap();
             let value = wanted.to_scalar::<f64>().unwrap();
             let metrics = metrics.read().unwrap();
@@ -225,6 +230,70 @@ mod tests {
             for (ours, var) in subject.store.grad_views().iter().zip(&vars[1..]) {
                 prop_assert!(relative_error(&to_f64_vec(ours), &to_f64_vec(grads.get(var).unwrap())) < 1e-4);
             }
+        }
+    }
+
+    /// Rows of (class, bits of the row's weight).
+    fn weighted_targets(rows: usize, classes: usize) -> Tensor {
+        let row = |i: usize| [(i * 5 % classes) as u32, [0.5f32, 2.0, 0.0, 1.0][i % 4].to_bits()];
+        Tensor::from_vec((0..rows).flat_map(row).collect::<Vec<u32>>(), (rows, 2), &test_device()).unwrap()
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(24))]
+
+        #[test]
+        fn gradients_of_weighted_rows_and_of_the_focal_loss_are_right(
+            rows in 1usize..7, width in 1usize..9, classes in 2usize..9, smooth: bool, weighted: bool,
+            gamma in prop::sample::select(vec![0.0, 0.5, 2.0]),
+        ) {
+            let x = random_tensor(&[rows, width], 1);
+            let smoothing = if smooth && gamma == 0.0 { 0.1 } else { 0.0 };
+            let build = |d: &mut ParamRegistry| {
+                Box::new(CrossEntropy { focal_gamma: gamma, ..loss(d, width, classes, true, smoothing, weighted) }) as Box<dyn Loss>
+            };
+            check_loss_finite_differences(&build, &x, &weighted_targets(rows, classes));
+        }
+
+        /// A weight of 2 counts as the row twice, and one of 0 as none.
+        #[test]
+        fn a_weight_is_a_number_of_rows(rows in 1usize..50, classes in 2usize..9, gamma in prop::sample::select(vec![0.0, 2.0]), smooth: bool) {
+            let mut registry = ParamRegistry::default();
+            let smoothing = if smooth && gamma == 0.0 { 0.1 } else { 0.0 };
+            let loss = CrossEntropy { focal_gamma: gamma, ..loss(&mut registry, 4, classes, true, smoothing, true) };
+            let subject = TestContext::new(registry, DType::F64, rows);
+            let x = random_tensor(&[rows, 4], 1);
+            let class = |i: usize| (i * 5 % classes) as u32;
+            let once: Vec<u32> = (0..rows).flat_map(|i| [class(i), ((i % 3) as f32).to_bits()]).collect();
+            let once = Tensor::from_vec(once, (rows, 2), &test_device()).unwrap();
+            let repeated: Vec<u32> = (0..rows).flat_map(|i| vec![i as u32; i % 3]).collect();
+            prop_assume!(!repeated.is_empty());
+            let classes = repeated.iter().map(|i| class(*i as usize)).collect::<Vec<u32>>();
+            let several = Tensor::from_vec(classes, repeated.len(), &test_device()).unwrap();
+            let x_repeated = x.index_select(&Tensor::new(&repeated[..], &test_device()).unwrap(), 0).unwrap();
+            let pass = subject.pass(Mode::Train);
+            let a = loss.evaluate(&x, &once, &pass).unwrap().read().unwrap();
+            let b = loss.evaluate(&x_repeated, &several, &pass).unwrap().read().unwrap();
+            prop_assert!((a.loss - b.loss).abs() < 1e-9 * b.loss.abs().max(1.0), "{a:?} {b:?}");
+            prop_assert!((a.weight - b.weight).abs() < 1e-9 * b.weight.max(1.0));
+            prop_assert_eq!(a.count, rows as u64);
+        }
+
+        #[test]
+        fn the_focal_loss_follows_the_reference(rows in 1usize..300, classes in 2usize..40, weighted: bool) {
+            let mut registry = ParamRegistry::default();
+            let loss = CrossEntropy { focal_gamma: 2.0, ..loss(&mut registry, 16, classes, true, 0.0, weighted) };
+            let subject = TestContext::new(registry, DType::F32, rows);
+            let (x, t) = (random_tensor(&[rows, 16], 1).to_dtype(DType::F32).unwrap(), targets(rows, classes, false));
+            let pass = PassContext { loss_scale: 0.5, ..subject.pass(Mode::Train) };
+            let (metrics, dx) = loss.forward_backward(&x, &t, &pass).unwrap();
+            let vars: Vec<Var> = [&x, pass.weight(loss.weight), pass.weight(loss.bias.unwrap())] .map(leaf).into();
+            let head = LinearCrossEntropy { weight: &vars[1], bias: Some(&vars[2]), smoothing: 0.0, focal_gamma: 2.0, class_weights: loss.class_weights.as_ref() };
+            let wanted = head.reference(&vars[0], &t.to_device(&Device::Cpu).unwrap()).unwrap();
+            let value = wanted.to_scalar::<f64>().unwrap();
+            prop_assert!((metrics.read().unwrap().loss - value).abs() < 1e-4 * value.abs().max(1.0));
+            let grads = (wanted * 0.5).unwrap().backward().unwrap();
+            prop_assert!(relative_error(&to_f64_vec(&dx), &to_f64_vec(grads.get(&vars[0]).unwrap())) < 1e-4);
         }
     }
 
@@ -248,7 +317,7 @@ mod tests {
         assert_eq!((metrics(0.6).top1, metrics(0.5).top1, metrics(0.4).top1), (4, 4, 0));
         let hard = Tensor::from_vec(logits.iter().map(best).collect::<Vec<_>>(), 4, &test_device()).unwrap();
         assert_eq!(metrics(1.0), loss.evaluate(&x, &hard, &pass).unwrap().read().unwrap());
-        let odd = Tensor::zeros((4, 2), DType::U32, &test_device()).unwrap();
+        let odd = Tensor::zeros((4, 4), DType::U32, &test_device()).unwrap();
         assert!(loss.evaluate(&x, &odd, &pass).is_err());
     }
 

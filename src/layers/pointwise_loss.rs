@@ -1,4 +1,4 @@
-//! Losses over predicted values (squared error, Huber, binary cross-entropy), fused with the linear layer that predicts
+//! Losses over predicted values (squared error, Huber, binary cross-entropy, focal), fused with the linear layer that predicts
 //! them.
 
 use candle_core::{Result, Tensor};
@@ -7,6 +7,7 @@ use super::loss::{Loss, PendingMetricSums};
 use super::{Cost, PassContext};
 use crate::base::{Backend, MicroBatchSpec};
 use crate::kernels::Activation;
+use crate::kernels::cross_entropy::ClassWeights;
 use crate::kernels::linear::{LinearKernel, WeightLayout};
 pub use crate::kernels::pointwise_loss::PointwiseLossFn;
 use crate::kernels::pointwise_loss::{LinearPointwiseLoss, cuda_workspace, reference_workspace, workspace};
@@ -22,14 +23,20 @@ pub struct PointwiseLoss {
     pub positions: usize,
     pub width: usize,
     pub outputs: usize,
+    /// Weights of binary targets that are 1, one per output.
+    pub positive_weights: Option<ClassWeights>,
+    /// Label smoothing: how far binary targets move towards 1/2.
+    pub smoothing: f64,
 }
 
 impl PointwiseLoss {
-    fn head<'a>(&self, pass: &'a PassContext) -> LinearPointwiseLoss<'a> {
+    fn head<'a>(&'a self, pass: &'a PassContext) -> LinearPointwiseLoss<'a> {
         LinearPointwiseLoss {
             weight: pass.weight(self.weight),
             bias: self.bias.map(|id| pass.weight(id)),
             loss_fn: self.kind,
+            positive_weights: self.positive_weights.as_ref(),
+            smoothing: self.smoothing,
         }
     }
 }
@@ -74,7 +81,8 @@ impl Loss for PointwiseLoss {
             Backend::Cpu { .. } => workspace(spec.dtype, rows, self.outputs, self.width, self.weight.trained),
             Backend::Reference { .. } => reference_workspace(spec.dtype, rows, self.outputs, self.width),
             Backend::Cuda { .. } => {
-                cuda_workspace(spec.dtype, spec.batch, rows, self.outputs, self.bias.is_some())
+                let (bias, weighted) = (self.bias.is_some(), self.positive_weights.is_some());
+                cuda_workspace(spec.dtype, spec.batch, rows, self.outputs, bias, weighted)
             }
         };
         Cost {
@@ -119,15 +127,28 @@ mod tests {
             positions: 1,
             width,
             outputs,
+            positive_weights: None,
+            smoothing: 0.0,
         }
     }
 
     fn targets(rows: usize, outputs: usize, kind: PointwiseLossFn) -> Tensor {
-        let of =
-            |v: f64| if kind == PointwiseLossFn::BceWithLogits { (v > 0.0) as u8 as f64 } else { 2.0 * v };
+        let of = |v: f64| if is_binary(kind) { (v > 0.0) as u8 as f64 } else { 2.0 * v };
         let values: Vec<f32> =
             to_f64_vec(&random_tensor(&[rows, outputs], 3)).into_iter().map(|v| of(v) as f32).collect();
         Tensor::from_vec(values, (rows, outputs), &test_device()).unwrap()
+    }
+
+    fn is_binary(kind: PointwiseLossFn) -> bool {
+        matches!(kind, PointwiseLossFn::BceWithLogits | PointwiseLossFn::Focal { .. })
+    }
+
+    /// The targets, with a weight behind those of each sample.
+    fn weighted(targets: &Tensor) -> Tensor {
+        let rows = targets.dim(0).unwrap();
+        let weights: Vec<f32> = (0..rows).map(|i| [0.5, 2.0, 0.0, 1.0][i % 4]).collect();
+        let weights = Tensor::from_vec(weights, (rows, 1), &test_device()).unwrap();
+        Tensor::cat(&[targets, &weights], 1).unwrap()
     }
 
     fn kind() -> impl Strategy<Value = PointwiseLossFn> {
@@ -136,6 +157,8 @@ mod tests {
             PointwiseLossFn::AbsoluteError,
             PointwiseLossFn::Huber { delta: 0.7 },
             PointwiseLossFn::BceWithLogits,
+            PointwiseLossFn::Focal { gamma: 2.0 },
+            PointwiseLossFn::Focal { gamma: 0.5 },
         ])
     }
 
@@ -149,6 +172,40 @@ mod tests {
         }
 
         #[test]
+        fn gradients_are_right_with_weights(rows in 1usize..7, width in 1usize..9, outputs in 1usize..6, kind in kind(), smooth: bool) {
+            let x = random_tensor(&[rows, width], 1);
+            let (binary, t) = (is_binary(kind), weighted(&targets(rows, outputs, kind)));
+            let positive = || (0..outputs).map(|c| 0.5 + c as f32).collect::<Vec<f32>>().into();
+            let build = |d: &mut ParamRegistry| {
+                let plain = loss(d, kind, width, outputs, true);
+                let smoothing = if smooth && binary { 0.1 } else { 0.0 };
+                Box::new(PointwiseLoss { positive_weights: binary.then(positive), smoothing, ..plain }) as Box<dyn Loss>
+            };
+            check_loss_finite_differences(&build, &x, &t);
+        }
+
+        #[test]
+        fn weights_and_smoothing_follow_the_reference(rows in 1usize..300, outputs in 1usize..9, kind in kind()) {
+            let mut registry = ParamRegistry::default();
+            let positive = is_binary(kind).then(|| (0..outputs).map(|c| 0.5 + c as f32).collect::<Vec<f32>>().into());
+            let smoothing = if is_binary(kind) { 0.1 } else { 0.0 };
+            let loss = PointwiseLoss { positive_weights: positive, smoothing, ..loss(&mut registry, kind, 16, outputs, true) };
+            let subject = TestContext::new(registry, DType::F32, rows);
+            let (x, t) = (random_tensor(&[rows, 16], 1).to_dtype(DType::F32).unwrap(), weighted(&targets(rows, outputs, kind)));
+            let pass = PassContext { loss_scale: 0.5, ..subject.pass(Mode::Train) };
+            let (metrics, dx) = loss.forward_backward(&x, &t, &pass).unwrap();
+            let vars: Vec<Var> = [&x, pass.weight(loss.weight), pass.weight(loss.bias.unwrap())] .map(leaf).into();
+            let head = LinearPointwiseLoss { weight: &vars[1], bias: Some(&vars[2]), loss_fn: kind, positive_weights: loss.positive_weights.as_ref(), smoothing };
+            let wanted = head.reference(&vars[0], &t.to_device(&Device::Cpu).unwrap()).unwrap();
+            let value = wanted.to_scalar::<f64>().unwrap();
+            let metrics = metrics.read().unwrap();
+            prop_assert!((metrics.loss - value).abs() < 1e-4 * value.abs().max(1.0), "{} {value}", metrics.loss);
+            prop_assert_eq!(metrics.weight, (0..rows).map(|i| [0.5, 2.0, 0.0, 1.0][i % 4]).sum::<f64>());
+            let grads = (wanted * 0.5).unwrap().backward().unwrap();
+            prop_assert!(relative_error(&to_f64_vec(&dx), &to_f64_vec(grads.get(&vars[0]).unwrap())) < 1e-4);
+        }
+
+        #[test]
         fn the_f32_body_follows_the_reference(rows in 1usize..300, outputs in 1usize..9, kind in kind()) {
             let mut registry = ParamRegistry::default();
             let loss = loss(&mut registry, kind, 16, outputs, true);
@@ -157,7 +214,7 @@ mod tests {
             let pass = PassContext { loss_scale: 0.5, ..subject.pass(Mode::Train) };
             let (metrics, dx) = loss.forward_backward(&x, &t, &pass, true).unwrap();
             let vars: Vec<Var> = [&x, pass.weight(loss.weight), pass.weight(loss.bias.unwrap())] .map(leaf).into();
-            let wanted = LinearPointwiseLoss { weight: &vars[1], bias: Some(&vars[2]), loss_fn: kind }.reference(&vars[0], &t.to_device(&Device::Cpu).unwrap()).unwrap();
+            let wanted = LinearPointwiseLoss { weight: &vars[1], bias: Some(&vars[2]), loss_fn: kind, positive_weights: None, smoothing: 0.0 }.reference(&vars[0], &t.to_device(&Device::Cpu).unwrap()).unwrap();
             let value = wanted.to_scalar::<f64>().unwrap();
             let metrics = metrics.read().unwrap();
             prop_assert!((metrics.loss - value).abs() < 1e-4 * value.abs().max(1.0), "{} {value}", metrics.loss);

@@ -63,8 +63,8 @@ pub struct ClassificationMetrics {
 }
 
 impl ClassificationSums {
-    /// `score_bytes`: memory for the scores behind the ROC AUC; what exceeds it goes to a temporary file.
-    pub fn new(classes: usize, score_bytes: usize) -> Self {
+    /// With `scores`, the ROC AUC is computed too.
+    pub fn new(classes: usize, scores: Option<ClassScores>) -> Self {
         Self {
             classes,
             samples: 0,
@@ -72,7 +72,7 @@ impl ClassificationSums {
             log_loss: 0.0,
             confusion: vec![0; classes * classes],
             bins: Default::default(),
-            scores: Some(ClassScores::new(classes, score_bytes)),
+            scores,
             probabilities: Vec::new(),
         }
     }

@@ -4,8 +4,10 @@
 //! except that scores beyond a limit of memory are kept in a temporary file ([`scores`]).
 
 pub mod classification;
+pub mod multi_label;
 pub mod regression;
 pub mod scores;
+pub mod task;
 
 /// `values` as probabilities: their softmax, in f64.
 pub fn softmax(values: &[f32], into: &mut Vec<f64>) {
@@ -14,6 +16,11 @@ pub fn softmax(values: &[f32], into: &mut Vec<f64>) {
     into.extend(values.iter().map(|value| (f64::from(*value) - largest).exp()));
     let sum: f64 = into.iter().sum();
     into.iter_mut().for_each(|value| *value /= sum);
+}
+
+/// The probability that a logit stands for.
+pub fn sigmoid(logit: f64) -> f64 {
+    if logit < 0.0 { logit.exp() / (1.0 + logit.exp()) } else { 1.0 / (1.0 + (-logit).exp()) }
 }
 
 /// Index of the largest value, the first of equals.

@@ -32,6 +32,8 @@ pub enum ModelError {
         "`train.class_weights = \"balanced\"` needs the samples per class, and this data does not count them"
     )]
     NoClassCounts,
+    #[error("`{key}` names \"{metric}\", and the data has {got}, whose metrics are {known}")]
+    Metric { key: &'static str, metric: &'static str, got: String, known: String },
     #[error(transparent)]
     DuplicateName(#[from] DuplicateName),
     #[error(transparent)]
@@ -53,6 +55,7 @@ fn key(loss: &str) -> String {
 pub struct LossOptions {
     pub kind: LossKind,
     pub huber_delta: f64,
+    pub focal_gamma: f64,
     pub label_smoothing: f64,
     /// One per class.
     pub class_weights: Option<Vec<f32>>,
@@ -213,7 +216,12 @@ impl NetworkBuilder {
             None => (1, 1),
         };
         let outputs = match (&self.features.target, &self.features.input) {
-            (TargetSpec::Class { names } | TargetSpec::MixedClass { names }, _) => names.len(),
+            (
+                TargetSpec::Class { names }
+                | TargetSpec::MixedClass { names }
+                | TargetSpec::MultiLabel { names },
+                _,
+            ) => names.len(),
             (TargetSpec::Tokens, InputSpec::Tokens { vocab, .. }) => *vocab,
             (TargetSpec::Values { len }, _) if len % positions == 0 => len / positions,
             (other, _) => {
@@ -234,6 +242,11 @@ impl NetworkBuilder {
         }
     }
 
+    /// The error of a loss, or of a key that belongs to one, which does not fit the targets.
+    fn wrong_loss(&self, loss: &'static str, needs: &'static str) -> ModelError {
+        ModelError::Loss { loss, needs, got: describe_target(&self.features.target) }
+    }
+
     /// The loss over values of a linear layer.
     fn set_value_loss(&mut self, name: String, head: HeadParams) -> Result<(), ModelError> {
         let options = &self.loss_options;
@@ -241,34 +254,75 @@ impl NetworkBuilder {
             LossKind::Auto | LossKind::Mse => PointwiseLossFn::SquaredError,
             LossKind::Mae => PointwiseLossFn::AbsoluteError,
             LossKind::Huber => PointwiseLossFn::Huber { delta: options.huber_delta },
-            LossKind::CrossEntropy => {
-                let got = describe_target(&self.features.target);
-                return Err(ModelError::Loss { loss: "cross_entropy", needs: "classes or tokens", got });
-            }
+            LossKind::CrossEntropy => return Err(self.wrong_loss("cross_entropy", "classes or tokens")),
+            LossKind::Bce => return Err(self.wrong_loss("bce", "several labels per sample, or two classes,")),
+            LossKind::Focal => return Err(self.wrong_loss("focal", "classes or several labels per sample")),
         };
         if options.label_smoothing > 0.0 || options.class_weights.is_some() {
             let loss = if options.class_weights.is_some() { "class_weights" } else { "label_smoothing" };
-            let got = describe_target(&self.features.target);
-            return Err(ModelError::Loss { loss, needs: "classes", got });
+            return Err(self.wrong_loss(loss, "classes"));
         }
-        let HeadParams { weight, bias, positions, width, outputs, .. } = head;
-        self.set_loss(PointwiseLoss { name, kind, weight, bias, positions, width, outputs });
+        self.set_pointwise_loss(name, head, kind);
         Ok(())
     }
 
-    /// The cross-entropy over the classes of a linear layer.
+    fn set_pointwise_loss(&mut self, name: String, head: HeadParams, kind: PointwiseLossFn) {
+        let HeadParams { weight, bias, positions, width, outputs, .. } = head;
+        let positive_weights = self.loss_options.class_weights.clone().map(Into::into);
+        let smoothing = self.loss_options.label_smoothing;
+        self.set_loss(PointwiseLoss {
+            name,
+            kind,
+            weight,
+            bias,
+            positions,
+            width,
+            outputs,
+            positive_weights,
+            smoothing,
+        });
+    }
+
+    /// The loss over the classes or labels of a linear layer.
     pub(super) fn set_class_loss(&mut self, name: String, head: HeadParams) -> Result<(), ModelError> {
         let options = &self.loss_options;
-        let loss = match options.kind {
-            LossKind::Auto | LossKind::CrossEntropy => None,
-            LossKind::Mse => Some("mse"),
-            LossKind::Mae => Some("mae"),
-            LossKind::Huber => Some("huber"),
-        };
-        if let Some(loss) = loss {
-            let got = describe_target(&self.features.target);
-            return Err(ModelError::Loss { loss, needs: "values", got });
+        let (target, gamma) = (&self.features.target, options.focal_gamma);
+        match options.kind {
+            LossKind::Mse => return Err(self.wrong_loss("mse", "values")),
+            LossKind::Mae => return Err(self.wrong_loss("mae", "values")),
+            LossKind::Huber => return Err(self.wrong_loss("huber", "values")),
+            _ => {}
         }
+        if let TargetSpec::MultiLabel { .. } = target {
+            let kind = match options.kind {
+                LossKind::CrossEntropy => {
+                    return Err(self.wrong_loss("cross_entropy", "one class per sample"));
+                }
+                LossKind::Focal => PointwiseLossFn::Focal { gamma },
+                _ => PointwiseLossFn::BceWithLogits,
+            };
+            self.set_pointwise_loss(name, head, kind);
+            return Ok(());
+        }
+        let focal_gamma = match (options.kind, target) {
+            // The softmax over two logits is the sigmoid of their difference.
+            (LossKind::Bce, TargetSpec::Class { names } | TargetSpec::MixedClass { names })
+                if names.len() == 2 =>
+            {
+                0.0
+            }
+            (LossKind::Bce, _) => {
+                return Err(self.wrong_loss("bce", "several labels per sample, or two classes,"));
+            }
+            (LossKind::Focal, TargetSpec::Class { .. }) if options.label_smoothing == 0.0 => gamma,
+            (LossKind::Focal, TargetSpec::Class { .. }) => {
+                return Err(self.wrong_loss("focal", "`label_smoothing = 0` and classes"));
+            }
+            (LossKind::Focal, _) => {
+                return Err(self.wrong_loss("focal", "one class or several labels per sample"));
+            }
+            _ => 0.0,
+        };
         let HeadParams { weight, tied, bias, positions, width, outputs } = head;
         self.set_loss(CrossEntropy {
             name,
@@ -279,6 +333,7 @@ impl NetworkBuilder {
             width,
             classes: outputs,
             smoothing: options.label_smoothing,
+            focal_gamma,
             class_weights: options.class_weights.clone().map(Into::into),
         });
         Ok(())
@@ -299,10 +354,14 @@ impl NetworkBuilder {
 }
 
 /// The targets of the data, for error messages.
-pub(super) fn describe_target(target: &TargetSpec) -> String {
+pub fn describe_target(target: &TargetSpec) -> String {
     match target {
-        TargetSpec::Class { names } | TargetSpec::MixedClass { names } => {
-            counted(names.len() as u64, "class")
+        TargetSpec::Class { names } => counted(names.len() as u64, "class"),
+        TargetSpec::MixedClass { names } => {
+            format!("{}, mixed by mixup or CutMix", counted(names.len() as u64, "class"))
+        }
+        TargetSpec::MultiLabel { names } => {
+            format!("any number of {} per sample", counted(names.len() as u64, "label"))
         }
         TargetSpec::Values { len } => format!("{} per sample", counted(*len as u64, "value")),
         TargetSpec::Tokens => "the next token as target".into(),

@@ -20,7 +20,7 @@ mod transformer;
 mod vision;
 mod vit;
 
-pub use builder::{LossOptions, ModelError, NetworkBuilder};
+pub use builder::{LossOptions, ModelError, NetworkBuilder, describe_target};
 
 use crate::base::features::{Features, InputSpec};
 use crate::graph::network::Network;

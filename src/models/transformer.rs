@@ -113,7 +113,9 @@ pub(super) fn classification_head(
     init: ParamInit,
 ) -> Result<(), ModelError> {
     let classes = match &b.features.target {
-        TargetSpec::Class { names } | TargetSpec::MixedClass { names } => names.len(),
+        TargetSpec::Class { names } | TargetSpec::MixedClass { names } | TargetSpec::MultiLabel { names } => {
+            names.len()
+        }
         other => {
             return Err(ModelError::Data { kind, needs: "classes as targets", got: describe_target(other) });
         }

@@ -41,6 +41,9 @@ pub const GEMM_WORKSPACE_BYTES: u64 = 32 << 20;
 /// The name that reservations for batches in transfer to the GPU carry.
 pub const STAGED_BATCH: &str = "micro-batch on its way";
 
+/// The name that the reservation for the metrics of an evaluation carries.
+pub const EVALUATION_METRICS: &str = "evaluation metrics";
+
 const MASTER_WEIGHTS: &str = "master weights";
 const GRADIENTS: &str = "gradients";
 
@@ -65,6 +68,9 @@ pub struct EstimatorInputs<'a> {
     /// Samples per update at most. A micro-batch rounded up to whole normalization groups may exceed it.
     pub update_samples: u64,
     pub valid_samples: u64,
+    /// Whether evaluations read the outputs of the model, and host bytes of the metrics computed from them.
+    pub eval_outputs: bool,
+    pub eval_metric_bytes: u64,
 }
 
 impl EstimatorInputs<'_> {
@@ -237,7 +243,8 @@ impl<'a> Estimator<'a> {
     }
 
     fn log_evaluate(&self, batch: usize) -> Vec<LedgerEntry> {
-        self.log_pass(Phase::Eval, batch, |network, exec| drop(network.evaluate(exec, None)))
+        let outputs = self.inputs.eval_outputs;
+        self.log_pass(Phase::Eval, batch, |network, exec| drop(network.evaluate(exec, None, outputs)))
     }
 
     fn log_pass(&self, phase: Phase, batch: usize, body: impl Fn(&Network, &Executor)) -> Vec<LedgerEntry> {
@@ -405,7 +412,10 @@ impl<'a> Estimator<'a> {
             }
             (Phase::Eval, Some(batch)) => {
                 let bytes = s.loader_bytes(batch, exec_plan.prefetch);
-                vec![s.allocation(Role::DataPipeline, "evaluation prefetch", bytes)]
+                vec![
+                    s.allocation(Role::DataPipeline, "evaluation prefetch", bytes),
+                    s.allocation(Role::DataPipeline, EVALUATION_METRICS, s.eval_metric_bytes),
+                ]
             }
             (Phase::Checkpoint, _) => {
                 let bytes = checkpoint_write_bytes(s.layout, s.dtype);

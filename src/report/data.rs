@@ -80,6 +80,9 @@ pub fn preview(
         TargetSpec::Class { names } | TargetSpec::MixedClass { names } => {
             format!("{}: {}", counted(names.len() as u64, "class"), names.join(", "))
         }
+        TargetSpec::MultiLabel { names } => {
+            format!("any number of {}: {}", counted(names.len() as u64, "label"), names.join(", "))
+        }
         TargetSpec::Values { len } => counted(*len as u64, "number"),
         TargetSpec::Tokens => "the next token".into(),
     };
@@ -92,10 +95,7 @@ pub fn preview(
             record => first.push(record?),
         }
     }
-    let name = |class: usize| match &features.target {
-        TargetSpec::Class { names } | TargetSpec::MixedClass { names } => names.get(class).cloned(),
-        _ => None,
-    };
+    let name = |class: usize| features.target.names().get(class).cloned();
     let named = |(class, samples)| (name(class).unwrap_or_else(|| class.to_string()), samples);
     let length_summary = |lengths: LengthStats| LengthSummary {
         longest: lengths.longest.0,
@@ -182,7 +182,12 @@ fn record(source: &dyn Dataset, features: &Features, index: u64, seed: u64) -> R
             let learned = tokens.iter().filter(|&&token| token != IGNORE_INDEX);
             json!(learned.take(MAX_VALUES).collect::<Vec<_>>())
         }
+        (TargetSpec::MultiLabel { names }, BatchValues::F32(values)) => {
+            let present = names.iter().zip(values).filter(|(_, value)| **value > 0.5);
+            json!(present.map(|(name, _)| name).collect::<Vec<_>>())
+        }
         (_, BatchValues::F32(values)) => {
+            let values = &values[..features.unweighted_target_len().min(values.len())];
             json!(
                 values
                     .iter()
@@ -195,6 +200,14 @@ fn record(source: &dyn Dataset, features: &Features, index: u64, seed: u64) -> R
         (_, BatchValues::U8(..)) => unreachable!("targets are classes, tokens or floats"),
     };
     fields.insert("target".into(), target);
+    if features.weighted {
+        let weight = match &batch.targets {
+            BatchValues::F32(values) => values.last().copied(),
+            BatchValues::U32(values) => values.last().map(|bits| f32::from_bits(*bits)),
+            BatchValues::U8(..) => None,
+        };
+        fields.insert("weight".into(), json!(weight.map(|weight| round_to_four_digits(weight.into()))));
+    }
     Ok(Value::Object(fields))
 }
 

@@ -73,7 +73,8 @@ impl Sink for TensorBoard {
             }
             Event::Eval { step, metrics, .. } => {
                 let tags: Vec<(String, f64)> =
-                    metrics.iter().map(|(name, value)| (name.replacen('.', "/", 1), *value)).collect();
+                    // The step events have the training loss.
+                    metrics.iter().filter(|(name, _)| *name != "train.loss").map(|(name, value)| (name.replacen('.', "/", 1), *value)).collect();
                 let tags: Vec<(&str, f64)> = tags.iter().map(|(tag, value)| (tag.as_str(), *value)).collect();
                 scalars(record.t, *step, &tags)
             }

@@ -88,6 +88,7 @@ impl StopReason {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::job::Metric;
 
     fn stop(text: &str) -> StopConfig {
         toml::from_str(text).unwrap()
@@ -105,27 +106,30 @@ mod tests {
     #[test]
     fn patience_counts_evaluations_in_a_row() {
         let config = stop("patience = 2");
-        assert_eq!(stops_at(&[3.0, 2.0, 2.5, 1.0, 1.0, 1.5], BestMetric::Loss, &config), Some(6));
-        assert_eq!(stops_at(&[3.0, 2.0, 1.0, 0.5], BestMetric::Loss, &config), None);
-        assert_eq!(stops_at(&[0.5, 0.6, 0.6, 0.6], BestMetric::Accuracy, &config), Some(4));
-        assert_eq!(stops_at(&[1.0, f64::NAN, f64::NAN], BestMetric::Loss, &config), Some(3));
+        assert_eq!(stops_at(&[3.0, 2.0, 2.5, 1.0, 1.0, 1.5], BestMetric::LOSS, &config), Some(6));
+        assert_eq!(stops_at(&[3.0, 2.0, 1.0, 0.5], BestMetric::LOSS, &config), None);
+        assert_eq!(stops_at(&[0.5, 0.6, 0.6, 0.6], BestMetric::of(Metric::Accuracy), &config), Some(4));
+        assert_eq!(stops_at(&[1.0, f64::NAN, f64::NAN], BestMetric::LOSS, &config), Some(3));
     }
 
     #[test]
     fn small_changes_are_no_improvement() {
         let config = stop("patience = 2\nmin_delta = 0.5");
-        assert_eq!(stops_at(&[3.0, 2.8, 2.6], BestMetric::Loss, &config), Some(3));
-        assert_eq!(stops_at(&[3.0, 2.8, 2.5, 2.4, 2.2], BestMetric::Loss, &config), Some(5));
+        assert_eq!(stops_at(&[3.0, 2.8, 2.6], BestMetric::LOSS, &config), Some(3));
+        assert_eq!(stops_at(&[3.0, 2.8, 2.5, 2.4, 2.2], BestMetric::LOSS, &config), Some(5));
     }
 
     #[test]
     fn a_target_and_the_time_stop_too() {
-        assert_eq!(stops_at(&[0.5, 0.9, 0.95], BestMetric::Accuracy, &stop("target = 0.9")), Some(2));
-        assert_eq!(stops_at(&[3.0, 0.9], BestMetric::Loss, &stop("target = 1.0")), Some(2));
-        let timed = stop("max_minutes = 0.5");
-        assert_eq!(StopProgress::default().reason(BestMetric::Loss, &timed, 29.0), None);
         assert_eq!(
-            StopProgress::default().reason(BestMetric::Loss, &timed, 30.0),
+            stops_at(&[0.5, 0.9, 0.95], BestMetric::of(Metric::Accuracy), &stop("target = 0.9")),
+            Some(2)
+        );
+        assert_eq!(stops_at(&[3.0, 0.9], BestMetric::LOSS, &stop("target = 1.0")), Some(2));
+        let timed = stop("max_minutes = 0.5");
+        assert_eq!(StopProgress::default().reason(BestMetric::LOSS, &timed, 29.0), None);
+        assert_eq!(
+            StopProgress::default().reason(BestMetric::LOSS, &timed, 30.0),
             Some(StopReason::Time(0.5))
         );
     }

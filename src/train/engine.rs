@@ -254,12 +254,13 @@ impl<'a> Engine<'a> {
         }
     }
 
-    /// Evaluates a micro-batch and returns its metric sums.
-    pub fn evaluate(&self, batch: &data::HostBatch) -> Result<MetricSums, StepError> {
-        let pending_sums = self.run_batch(batch, Mode::Eval, 1.0, |network, exec, batch, _| {
-            self.gpu.without_failing_cudnn(|| network.evaluate(exec, Some(batch)))
+    /// Evaluates a micro-batch and returns its metric sums, and the outputs of the model if metrics need them.
+    pub fn evaluate(&self, batch: &data::HostBatch) -> Result<(MetricSums, Vec<f32>), StepError> {
+        let needs_outputs = self.setup.metrics.needs_outputs();
+        let (pending_sums, outputs) = self.run_batch(batch, Mode::Eval, 1.0, |network, exec, batch, _| {
+            self.gpu.without_failing_cudnn(|| network.evaluate(exec, Some(batch), needs_outputs))
         })?;
-        Ok(pending_sums.read()?)
+        Ok((pending_sums.read()?, outputs))
     }
 
     /// Logits of a micro-batch, in f32: (samples, outputs) or (samples, positions, outputs).

@@ -24,6 +24,7 @@ pub mod signals;
 pub mod staging;
 pub mod supervisor;
 pub mod tensor_files;
+pub mod validation_metrics;
 pub mod verify;
 
 pub use failure::Failure;

@@ -134,6 +134,8 @@ impl Setup {
             workers: self.workers,
             update_samples: self.datasets.train.len().min(self.job.train.samples_per_update() as u64),
             valid_samples: self.datasets.valid.len(),
+            eval_outputs: self.metrics.needs_outputs(),
+            eval_metric_bytes: self.metrics.bytes,
         })
     }
 

@@ -270,7 +270,7 @@ impl<'a> Run<'a> {
             return Ok(());
         }
         self.checkpoints.save_evaluation(&self.state())?;
-        let metric = self.ctx.setup.job.checkpoint.best.name().into();
+        let metric = self.ctx.setup.job.checkpoint.best.name();
         match (outcome, &self.checkpoints.last) {
             (EvaluationOutcome::Best(value), Some((step, path))) => {
                 let (step, path) = (*step, path.display().to_string());
@@ -311,6 +311,7 @@ impl<'a> Run<'a> {
             backoff: self.memory.backoff.clone(),
             best: self.evaluation.best,
             stop: self.evaluation.stop,
+            train_sums: self.evaluation.train_sums,
             evaluation_due: self.evaluation.due,
             evaluation_deferred: self.deferred.evaluation,
             grad_scaler: self.grad_scaler,
@@ -325,7 +326,7 @@ impl<'a> Run<'a> {
 }
 
 /// The mean loss; `NaN` if every record was skipped.
-fn mean_loss(metric_sums: &MetricSums) -> f64 {
+pub(in crate::train) fn mean_loss(metric_sums: &MetricSums) -> f64 {
     if metric_sums.weight == 0.0 { f64::NAN } else { metric_sums.mean_loss() }
 }
 

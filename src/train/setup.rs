@@ -6,8 +6,9 @@ use std::sync::{Arc, OnceLock};
 use candle_core::{DType, Device};
 
 use super::Failure;
-use super::datasets::{self, Datasets};
+use super::datasets::{self, Datasets, tables};
 use super::initial_weights::InitialWeights;
+use super::validation_metrics::RequestedMetrics;
 use crate::base::features::{Features, TargetSpec};
 use crate::base::units::Bytes;
 use crate::base::{Backend, MicroBatchSpec};
@@ -26,6 +27,7 @@ use crate::kernels::matmul;
 use crate::memory::gpu::GpuDevice;
 use crate::memory::measure;
 use crate::memory::process::{ProcessMemory, ThreadStacks, WorkPhase};
+use crate::metrics::task::TargetScale;
 use crate::models::{BuiltModel, LossOptions, ModelError};
 use crate::params::{ParamLayout, ParamRules};
 use crate::planner::budget::{self, TargetMachine};
@@ -36,6 +38,8 @@ pub struct Setup {
     pub datasets: Datasets,
     /// What training minimizes.
     pub loss: LossOptions,
+    /// What evaluations compute.
+    pub metrics: RequestedMetrics,
     pub network: Network,
     /// The network fused for the other kind of device, once a plan needed it.
     pub(super) fused_elsewhere: OnceLock<Network>,
@@ -190,6 +194,7 @@ impl Setup {
         let backend = Backend::Cpu { threads };
         let dtype = activation_dtype(job.train.precision, backend);
         let loss = loss_options(&job.train, datasets.train.as_ref())?;
+        let metrics = RequestedMetrics::of(&job, datasets.valid.features(), datasets.valid.len())?;
         let (rules, features) = (ParamRules::new(&job.train), datasets.train.features());
         let built = fused_network(&job.model, &loss, &rules, features, dtype, backend)?;
         let bucket_networks = bucket_networks(&job.model, &loss, &rules, features, dtype, backend)?;
@@ -213,6 +218,7 @@ impl Setup {
             optimizer: job.optimizer.clone(),
             optimizer_is_fixed: false,
             loss,
+            metrics,
             preprocessing: Preprocessing::of(datasets.valid.as_ref(), template),
             tokenizer_bytes: tokenizer_bytes(&job, datasets.train.as_ref()),
             data_cache_bytes: 0,
@@ -262,6 +268,12 @@ impl Setup {
 
     pub fn features(&self) -> &Features {
         self.datasets.train.features()
+    }
+
+    /// What turns predictions back into the units of their targets.
+    pub fn target_scales(&self) -> Vec<TargetScale> {
+        let TargetSpec::Values { len } = self.features().target else { return Vec::new() };
+        tables::target_scales(&self.job, self.preprocessing.table.as_ref(), len)
     }
 
     /// Features and network for a micro-batch whose longest sample has this many positions.
@@ -333,10 +345,8 @@ pub(super) fn bad_record_policy(loading: &LoaderConfig) -> BadRecordPolicy {
 
 /// The loss that the job states, with weights for the classes of this training set.
 fn loss_options(train: &TrainConfig, dataset: &dyn Dataset) -> Result<LossOptions, ModelError> {
-    let names: &[String] = match &dataset.features().target {
-        TargetSpec::Class { names } | TargetSpec::MixedClass { names } => names,
-        TargetSpec::Values { .. } | TargetSpec::Tokens => &[],
-    };
+    let target = &dataset.features().target;
+    let names = target.names();
     let class_weights = match &train.class_weights {
         None => None,
         Some(ClassWeightsConfig::Named(ClassWeightsRule::Balanced)) => {
@@ -344,7 +354,12 @@ fn loss_options(train: &TrainConfig, dataset: &dyn Dataset) -> Result<LossOption
             let counts = counts.ok_or(ModelError::NoClassCounts)?;
             let all: u64 = counts.iter().sum();
             // A class without samples has no weight to give.
-            let weight = |count: &u64| all as f64 / (counts.len() as f64 * (*count).max(1) as f64);
+            let weight = |count: &u64| match target {
+                TargetSpec::MultiLabel { .. } => {
+                    dataset.len().saturating_sub(*count) as f64 / (*count).max(1) as f64
+                }
+                _ => all as f64 / (counts.len() as f64 * (*count).max(1) as f64),
+            };
             Some(counts.iter().map(|count| weight(count) as f32).collect())
         }
         Some(ClassWeightsConfig::Table(weights)) => {
@@ -355,8 +370,8 @@ fn loss_options(train: &TrainConfig, dataset: &dyn Dataset) -> Result<LossOption
             Some(names.iter().map(|name| weights.get(name).copied().unwrap_or(1.0) as f32).collect())
         }
     };
-    let (kind, huber_delta, label_smoothing) = (train.loss, train.huber_delta, train.label_smoothing);
-    Ok(LossOptions { kind, huber_delta, label_smoothing, class_weights })
+    let TrainConfig { loss: kind, huber_delta, focal_gamma, label_smoothing, .. } = *train;
+    Ok(LossOptions { kind, huber_delta, focal_gamma, label_smoothing, class_weights })
 }
 
 /// The networks for padded samples of the shorter buckets.

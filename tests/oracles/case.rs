@@ -324,7 +324,8 @@ impl TestNetwork<'_> {
             .zip(&targets)
             .map(negative_log_likelihood)
             .sum();
-        let eval_loss = self.built.network.evaluate(&walk, Some(&batch)).unwrap().read().unwrap().loss;
+        let eval_loss =
+            self.built.network.evaluate(&walk, Some(&batch), false).unwrap().0.read().unwrap().loss;
         assert!((loss - eval_loss).abs() < 1e-5 * eval_loss, "{}: {loss} and {eval_loss}", self.case.name);
         assert_eq!(ledger.reserved(), 0, "{}", self.case.name);
     }

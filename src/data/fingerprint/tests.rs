@@ -121,7 +121,7 @@ fn a_table_counts_with_the_images_it_names() {
     data.write("t.csv", "path,label\nx/b.png,1\na.png,0\nmissing.png,0\n");
     data.write("x/b.png", "b");
     data.write("a.png", "a");
-    let columns = LabelColumns { path: "path".into(), label: "label".into() };
+    let columns = LabelColumns { path: "path".into(), label: "label".into(), separator: None };
     let table = || InputKind::Table(data.path("t.csv"), columns.clone());
     let first = data.fingerprint(table(), None);
     assert_eq!(first.sources[0].files, 4);

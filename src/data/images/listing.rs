@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use super::class_names::ClassNames;
 use super::header::ImageHeader;
 use crate::base::regular_file;
-use crate::data::DataError;
+use crate::data::{DataError, labels};
 
 /// Images in order, each in a folder or tar archive, with its class.
 #[derive(Debug, Default)]
@@ -26,7 +26,12 @@ pub struct ImageListing {
     /// Headers of images in compressed archives, parsed while indexing and consumed by the header scan; empty if no
     /// archive is compressed.
     pub headers: Vec<Option<ImageHeader>>,
+    /// Classes, or the labels of which an image may have any number.
     pub class_names: ClassNames,
+    /// Labels of each class id, if images may have any number of them: a class id is then a set of labels.
+    label_sets: Option<Vec<Vec<u32>>>,
+    /// Some labels are written as lists.
+    pub has_lists: bool,
     /// Files that are not images: their count, and the first one.
     pub ignored: (u64, Option<PathBuf>),
 }
@@ -86,8 +91,49 @@ impl ImageListing {
     /// Number of images per class.
     pub fn class_counts(&self) -> Vec<u64> {
         let mut counts = vec![0; self.class_names.len()];
-        self.images.iter().for_each(|entry| counts[entry.class as usize] += 1);
+        for entry in &self.images {
+            match &self.label_sets {
+                Some(sets) => {
+                    sets[entry.class as usize].iter().for_each(|label| counts[*label as usize] += 1)
+                }
+                None => counts[entry.class as usize] += 1,
+            }
+        }
         counts
+    }
+
+    /// Labels of image `index`, if images may have any number of them.
+    pub fn labels(&self, index: usize) -> Option<&[u32]> {
+        Some(&self.label_sets.as_ref()?[self.images[index].class as usize])
+    }
+
+    pub fn is_multi_label(&self) -> bool {
+        self.label_sets.is_some()
+    }
+
+    /// Reads every class name as labels, between which stands `separator`. Their ids are those in `known`, or follow the
+    /// order of their names; returns a label that `known` lacks.
+    pub fn split_labels(
+        &mut self,
+        separator: Option<&str>,
+        known: Option<&ClassNames>,
+    ) -> Result<(), String> {
+        let mut names = ClassNames::default();
+        let sets = self.class_names.as_slice().iter().map(|text| labels::split(text, separator));
+        let mut sets: Vec<Vec<u32>> =
+            sets.map(|set| set.iter().map(|label| names.intern(label)).collect()).collect();
+        let order = match known {
+            Some(known) => names.ids_in(known)?,
+            None => names.sort(true),
+        };
+        for set in &mut sets {
+            set.iter_mut().for_each(|label| *label = order[*label as usize]);
+            set.sort_unstable();
+            set.dedup();
+        }
+        self.class_names = known.cloned().unwrap_or(names);
+        self.label_sets = Some(sets);
+        Ok(())
     }
 
     pub fn resident_bytes(&self) -> u64 {
@@ -95,7 +141,9 @@ impl ImageListing {
             self.containers.iter().map(|place| place.as_os_str().len() + size_of::<PathBuf>()).sum();
         let each =
             self.images.capacity() * size_of::<ListedImage>() + self.extents.capacity() * size_of::<Extent>();
-        (places + each + self.paths.capacity()) as u64 + self.class_names.resident_bytes()
+        let sets = self.label_sets.iter().flatten().map(|set| size_of::<Vec<u32>>() + 4 * set.capacity());
+        (places + each + self.paths.capacity() + sets.sum::<usize>()) as u64
+            + self.class_names.resident_bytes()
     }
 
     /// Adds the folder or tar archive that contains the images added next.

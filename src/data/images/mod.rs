@@ -36,12 +36,13 @@ use rayon::prelude::*;
 use self::decode::ImageDecoder;
 use self::header::ImageHeader;
 use self::listing::ImageListing;
+use super::labels::{self, LabelLists};
 use super::transforms::{
     Image, LargeImages, LargestImage, Pipeline, Pixels, Scratch, ScratchGuard, ScratchPool, scratch_bytes,
 };
 use super::{
     BatchRow, DataError, Dataset, DatasetContext, Features, InputSpec, SampleKey, SliceMut, TargetSpec,
-    files, fingerprint,
+    files, fingerprint, warnings,
 };
 use crate::base::regular_file;
 use crate::base::units::counted;
@@ -56,6 +57,8 @@ pub struct ImageOptions {
     /// An image whose header declares more pixels is not decoded.
     pub max_pixels: u64,
     pub columns: LabelColumns,
+    /// An image may have any number of labels.
+    pub multi_label: bool,
     /// Maximum number of concurrent reader threads.
     pub readers: usize,
 }
@@ -136,12 +139,17 @@ impl ImageFiles {
         if !listing.extents.is_empty() {
             listing.extents.resize(listing.len(), Default::default());
         }
+        let unknown = |class: String| DataError::NoSamples {
+            set: format!("class `{class}` of the validation set"),
+            why: "the training set has no such class".into(),
+        };
+        let separator = options.columns.separator.as_deref();
         match classes {
+            classes if options.multi_label || listing.has_lists => {
+                listing.split_labels(separator, classes).map_err(unknown)?;
+            }
             None => listing.assign_class_ids(!by_folder),
-            Some(names) => listing.assign_class_ids_from(names).map_err(|class| DataError::NoSamples {
-                set: format!("class `{class}` of the validation set"),
-                why: "the training set has no such class".into(),
-            })?,
+            Some(names) => listing.assign_class_ids_from(names).map_err(unknown)?,
         }
         if listing.resident_bytes() > ctx.max_bytes {
             let (file, bytes, limit) = (files[0].clone(), listing.resident_bytes(), ctx.max_bytes);
@@ -393,7 +401,14 @@ impl ImageFiles {
             applied
         };
         sample(scratch, &mut into.input).map_err(|problem| self.record_error(index, problem))?;
-        into.target.as_u32_mut()[0] = self.listing.class(index);
+        match self.listing.labels(index) {
+            Some(labels) => {
+                let target = into.target.as_f32_mut();
+                target.fill(0.0);
+                labels.iter().for_each(|label| target[*label as usize] = 1.0);
+            }
+            None => into.target.as_u32_mut()[0] = self.listing.class(index),
+        }
         Ok(())
     }
 
@@ -408,6 +423,20 @@ impl ImageFiles {
                 format!("{} to {}", side(min_size), side(max_size))
             };
             about.push(("image_size".into(), format!("{sizes} ({} probed)", counted(images, "image"))));
+        }
+        let names = self.names().as_slice();
+        let shown = names.iter().map(String::as_str);
+        if !self.listing.is_multi_label()
+            && let Some(LabelLists::Separated(separator)) = labels::detect(shown)
+        {
+            let example = names.iter().find(|name| name.contains(separator)).cloned().unwrap_or_default();
+            about.push((
+                warnings::WARNING.into(),
+                format!(
+                    "classes such as `{example}` look like several labels each: set `label_separator = \"{separator}\"` \
+                     if an image has any number of them"
+                ),
+            ));
         }
         if let (ignored @ 1.., Some(first)) = &self.listing.ignored {
             about.push((
@@ -469,10 +498,14 @@ impl ImageSourceKind {
 }
 
 /// Features of samples with these classes.
-fn features(pipeline: &Pipeline, names: &ClassNames) -> Features {
-    let (shape, names) = (pipeline.shape().to_vec(), names.as_slice().to_vec());
+fn features(pipeline: &Pipeline, listing: &ImageListing) -> Features {
+    let (shape, names) = (pipeline.shape().to_vec(), listing.class_names.as_slice().to_vec());
     let palette = pipeline.palette();
-    Features { pixel_lut: palette, ..Features::new(InputSpec::Floats { shape }, TargetSpec::Class { names }) }
+    let target = match listing.is_multi_label() {
+        true => TargetSpec::MultiLabel { names },
+        false => TargetSpec::Class { names },
+    };
+    Features { pixel_lut: palette, ..Features::new(InputSpec::Floats { shape }, target) }
 }
 
 /// Images that support random access.
@@ -485,7 +518,7 @@ pub struct ImageDataset {
 
 impl ImageDataset {
     pub fn new(image_files: Arc<ImageFiles>, pipeline: Pipeline) -> Self {
-        let features = features(&pipeline, image_files.names());
+        let features = features(&pipeline, &image_files.listing);
         let pool = ScratchPool::with_large_images(
             image_files.options.readers,
             image_files.header_stats.bytes_per_reader + pipeline.augment_bytes(),
@@ -525,7 +558,8 @@ impl Dataset for ImageDataset {
     }
 
     fn class(&self, index: u64) -> Option<u32> {
-        Some(self.image_files.listing.class(index as usize))
+        let listing = &self.image_files.listing;
+        (!listing.is_multi_label()).then(|| listing.class(index as usize))
     }
 
     fn sample_name(&self, index: u64) -> Option<String> {

@@ -14,6 +14,8 @@ use crate::data::{DataError, files};
 pub struct LabelColumns {
     pub path: String,
     pub label: String,
+    /// What separates the labels of an image; `None` if it has one.
+    pub separator: Option<String>,
 }
 
 /// Maximum line length in bytes; a longer line means the file is not a table.
@@ -77,6 +79,8 @@ fn for_each_row(
         let field = |column: usize, name: &str| match rows.fields().nth(column) {
             Some(text) => match str::from_utf8(text) {
                 Ok(text) if !text.trim().is_empty() => Ok(text.trim()),
+                // An image without labels.
+                Ok(_) if column == label && columns.separator.is_some() => Ok(""),
                 Ok(_) => Err(wrong(format!("column `{name}` is blank"))),
                 Err(_) => Err(wrong(format!("column `{name}` is not UTF-8 text"))),
             },
@@ -193,7 +197,10 @@ mod tests {
         let file = folder.path().join("labels.csv");
         std::fs::write(&file, text).unwrap();
         let mut listing = ImageListing::default();
-        listing.add_table(&file, &LabelColumns { path: "path".into(), label: "label".into() })?;
+        listing.add_table(
+            &file,
+            &LabelColumns { path: "path".into(), label: "label".into(), separator: None },
+        )?;
         assert_eq!(listing.containers, [folder.path()]);
         let name = |i| listing.class_names.as_slice()[listing.class(i) as usize].clone();
         Ok((0..listing.len()).map(|i| (listing.path(i).to_str().unwrap().to_owned(), name(i))).collect())

@@ -42,6 +42,13 @@ struct TarMember {
     header: Option<ImageHeader>,
 }
 
+impl TarMember {
+    /// Whether its label is a list.
+    fn is_list(&self) -> bool {
+        !self.by_folder && self.label.starts_with('[') && self.label.ends_with(']')
+    }
+}
+
 impl ImageListing {
     /// Adds the images of the archive `file`. Returns whether it is compressed, and whether classes come from folders.
     pub fn add_tar(
@@ -51,7 +58,8 @@ impl ImageListing {
         ctx: &DatasetContext,
     ) -> Result<(bool, bool), DataError> {
         let (compression, length) = files::compression(file)?;
-        let cache_key = CacheKey::new(&[file.to_owned()], &format!("tar, headers for {channels}"))?;
+        let cache_key =
+            CacheKey::new(&[file.to_owned()], &format!("tar, lists of labels, headers for {channels}"))?;
         let build_index = || TarIndex::build(file, (compression, length), channels, ctx);
         let make = |out: &mut BufWriter<File>| build_index()?.write(out, file);
         let cached = ctx.cache.get_or_create("tar-index", cache_key, make)?;
@@ -67,6 +75,7 @@ impl ImageListing {
         self.add_container(file);
         for member in &index.members {
             let class = self.class_names.intern(&member.label);
+            self.has_lists |= member.is_list();
             self.add(OsStr::new(&member.path), class);
             self.extents.push(member.extent);
             if compression != FileCompression::Uncompressed {
@@ -203,7 +212,7 @@ struct TarScan {
 enum LabelKind {
     /// The label as text.
     Cls,
-    /// An object with a field `label`, `cls` or `class`.
+    /// An object with a field `label`, `labels`, `cls` or `class`: a value, or a list of labels.
     Json,
     /// The label as text, unless it is long: then it is a caption.
     Txt,
@@ -251,10 +260,11 @@ const MAX_JSON_BYTES: u64 = 1 << 20;
 
 fn json_label(text: &str) -> Option<String> {
     let object: serde_json::Value = serde_json::from_str(text).ok()?;
-    match ["label", "cls", "class"].iter().find_map(|name| object.get(name))? {
+    match ["label", "labels", "cls", "class"].iter().find_map(|name| object.get(name))? {
         serde_json::Value::String(text) if !text.trim().is_empty() => Some(text.trim().to_owned()),
         serde_json::Value::Number(number) => Some(number.to_string()),
         serde_json::Value::Bool(flag) => Some(flag.to_string()),
+        list @ serde_json::Value::Array(_) => Some(list.to_string()),
         _ => None,
     }
 }

@@ -34,7 +34,7 @@ impl TarShards {
             blocks.extend(cut_into_blocks(shard as u32, sizes, BLOCK_BYTES));
             firsts.push(end);
         }
-        let features = features(&pipeline, image_files.names());
+        let features = features(&pipeline, &image_files.listing);
         let pool = ScratchPool::with_large_images(
             image_files.options.readers,
             image_files.header_stats.bytes_per_reader + pipeline.augment_bytes(),

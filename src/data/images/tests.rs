@@ -11,8 +11,8 @@ use crate::data::transforms::{Augmentation, Normalise, ResizeMode};
 use crate::data::{SliceMut, published_dataset};
 
 fn image_options(channels: usize) -> ImageOptions {
-    let columns = LabelColumns { path: "path".into(), label: "label".into() };
-    ImageOptions { channels, size: [8, 8], max_pixels: 1 << 20, columns, readers: 2 }
+    let columns = LabelColumns { path: "path".into(), label: "label".into(), separator: None };
+    ImageOptions { channels, size: [8, 8], max_pixels: 1 << 20, columns, multi_label: false, readers: 2 }
 }
 
 fn dataset_context(folder: &Path) -> DatasetContext {

@@ -2,12 +2,13 @@
 
 use std::path::Path;
 
-use super::TableSettings;
 use super::columns::{Column, ColumnKind, ListElement};
 use super::dates::{DateColumn, DatePart};
 use super::inference::ColumnInference;
 use super::notation::{DecimalMark, Notation};
+use super::{TableSettings, TableTask};
 use crate::data::DataError;
+use crate::data::labels::LabelLists;
 
 /// Types columns by what the first rows show.
 pub struct ColumnTyping<'a> {
@@ -43,7 +44,7 @@ impl<'a> ColumnTyping<'a> {
 
     pub fn column(&self, i: usize, kind: ColumnKind, target: bool) -> Result<Column, DataError> {
         let notation = match kind {
-            ColumnKind::Category => Notation::Plain,
+            ColumnKind::Category | ColumnKind::Labels | ColumnKind::Flag => Notation::Plain,
             ColumnKind::Number => self.inferred[i]
                 .notation
                 .notation(self.settings.decimal, self.file_mark)
@@ -52,7 +53,8 @@ impl<'a> ColumnTyping<'a> {
                 self.wrong(i, problem, hint)
             })?,
         };
-        Ok(Column { name: self.names[i].clone(), index: i, kind, target, notation, element: None })
+        let name = self.names[i].clone();
+        Ok(Column { name, index: i, kind, target, weight: false, notation, element: None })
     }
 
     /// A numeric column for each value of the lists of column `i`.
@@ -63,6 +65,7 @@ impl<'a> ColumnTyping<'a> {
             index: i,
             kind: ColumnKind::Number,
             target,
+            weight: false,
             notation: Notation::Plain,
             element: Some(ListElement { at, of }),
         })
@@ -84,6 +87,7 @@ impl<'a> ColumnTyping<'a> {
                     index: i,
                     kind: ColumnKind::Number,
                     target: false,
+                    weight: false,
                     notation: Notation::Date { order, part },
                     element: None,
                 };
@@ -95,6 +99,7 @@ impl<'a> ColumnTyping<'a> {
                     index: i,
                     kind: ColumnKind::Number,
                     target: false,
+                    weight: false,
                     notation: Notation::Stamp { part: *part },
                     element: None,
                 };
@@ -112,6 +117,34 @@ impl<'a> ColumnTyping<'a> {
             )),
             None => Ok(Vec::new()),
         }
+    }
+
+    /// Refuses a target whose cells are lists of labels, unless the job says whether each text is one class.
+    pub fn check_labels(&self, i: usize) -> Result<(), DataError> {
+        if self.settings.label_separator.is_some()
+            || !self.settings.classes.is_empty()
+            || self.inferred[i].text_list
+        {
+            return Ok(());
+        }
+        let (how, hint) = match self.inferred[i].label_lists() {
+            None => return Ok(()),
+            Some(LabelLists::Bracketed) if self.settings.task == TableTask::MultiLabel => return Ok(()),
+            Some(LabelLists::Bracketed) => (
+                "written as lists".to_owned(),
+                "set `task = \"labels\"` for several labels per row, or `task = \"classes\"` if each text is one class",
+            ),
+            Some(LabelLists::Separated(separator)) => (
+                format!("separated by `{separator}`"),
+                "set `label_separator` for several labels per row, or `task = \"classes\"` if each text is one class",
+            ),
+        };
+        let example = self.inferred[i].example_list().unwrap_or_default();
+        Err(self.wrong(
+            i,
+            format!("its values look like several labels each, {how}, as in `{example}`"),
+            hint,
+        ))
     }
 
     /// Refuses a text among numbers, unless the column is declared.

@@ -7,6 +7,7 @@ use std::borrow::Cow;
 use std::collections::{HashMap, HashSet};
 use std::path::Path;
 
+use parquet::data_type::ByteArray;
 use serde::{Deserialize, Serialize};
 
 use super::column_typing::ColumnTyping;
@@ -14,7 +15,7 @@ use super::inference::ColumnInference;
 use super::notation::Notation;
 use super::text_encoding::TextEncoding;
 use super::{CellValue, TableSettings, TableTask};
-use crate::data::DataError;
+use crate::data::{DataError, labels};
 
 /// Column names listed in an error message.
 const MAX_SHOWN_NAMES: usize = 30;
@@ -26,7 +27,11 @@ pub struct Column {
     /// Index in the file, from 0.
     pub index: usize,
     pub kind: ColumnKind,
+    /// Part of a row's target: what is predicted, or the row's weight.
     pub target: bool,
+    /// Holds sample weights; it comes last.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub weight: bool,
     /// How its numbers are written, if it is numeric.
     pub notation: Notation,
     /// Which value of a list it is.
@@ -64,6 +69,10 @@ pub struct ColumnRemarks {
 pub enum ColumnKind {
     Number,
     Category,
+    /// Any number of labels in a cell.
+    Labels,
+    /// Whether the row has the label that is the column's name.
+    Flag,
 }
 
 /// Parses text cells.
@@ -75,6 +84,7 @@ pub struct CellParser {
     missing_first_bytes: [bool; 256],
     trim: Vec<char>,
     encoding: TextEncoding,
+    label_separator: Option<String>,
 }
 
 impl CellParser {
@@ -84,7 +94,14 @@ impl CellParser {
         let missing_numbers = numbers.collect();
         let missing: Vec<Vec<u8>> = missing.iter().map(|text| encoding.encode(text)).collect();
         missing.iter().filter_map(|text| text.first()).for_each(|byte| first[*byte as usize] = true);
-        Self { missing, missing_numbers, missing_first_bytes: first, trim: trim.chars().collect(), encoding }
+        let trim = trim.chars().collect();
+        Self { missing, missing_numbers, missing_first_bytes: first, trim, encoding, label_separator: None }
+    }
+
+    /// For the cells of a table with these settings.
+    pub fn of_settings(settings: &TableSettings, encoding: TextEncoding) -> Self {
+        let label_separator = settings.label_separator.clone();
+        Self { label_separator, ..Self::new(&settings.missing, &settings.trim, encoding) }
     }
 
     #[inline]
@@ -96,6 +113,38 @@ impl CellParser {
                 text.first().is_none_or(|byte| self.missing_first_bytes[*byte as usize])
                     && self.missing.iter().any(|missing| missing == text)
             }
+            CellValue::Texts(_) => false,
+        }
+    }
+
+    /// The labels in a cell; `None` for a marker of a missing value. An empty cell has no labels.
+    pub fn labels(&self, cell: CellValue<'_>) -> Option<Vec<String>> {
+        let trim = |label: String| label.trim_matches(&self.trim[..]).to_owned();
+        match cell {
+            CellValue::Missing | CellValue::Text(b"") => Some(Vec::new()),
+            CellValue::Texts(texts) => {
+                let label = |text: &ByteArray| trim(String::from_utf8_lossy(text.data()).into_owned());
+                Some(texts.iter().map(label).collect())
+            }
+            cell if self.is_missing(cell) => None,
+            cell => {
+                let text = self.text(cell);
+                let labels = labels::split(&text, self.label_separator.as_deref());
+                Some(labels.into_iter().map(trim).collect())
+            }
+        }
+    }
+
+    /// Whether a cell of a label's own column says that the row has the label.
+    pub fn flag(&self, cell: CellValue<'_>) -> Option<bool> {
+        match cell {
+            CellValue::Number(x) => [0.0, 1.0].contains(&x).then_some(x == 1.0),
+            CellValue::Missing | CellValue::Texts(_) => None,
+            CellValue::Text(text) => match self.encoding.decode(text)?.trim().to_ascii_lowercase().as_str() {
+                "true" => Some(true),
+                "false" => Some(false),
+                number => number.parse().ok().filter(|x| [0.0, 1.0].contains(x)).map(|x: f64| x == 1.0),
+            },
         }
     }
 
@@ -114,7 +163,7 @@ impl CellParser {
     #[inline]
     fn any_number(&self, cell: CellValue<'_>, notation: Notation) -> Option<f64> {
         match cell {
-            CellValue::Missing => None,
+            CellValue::Missing | CellValue::Texts(_) => None,
             CellValue::Number(x) => notation.of_number(x),
             CellValue::Text(text) => notation.parse(text),
         }
@@ -125,20 +174,26 @@ impl CellParser {
     pub fn is_readable(&self, cell: CellValue<'_>) -> bool {
         match cell {
             CellValue::Text(text) => self.encoding == TextEncoding::Latin1 || str::from_utf8(text).is_ok(),
+            CellValue::Texts(texts) => texts.iter().all(|text| str::from_utf8(text.data()).is_ok()),
             CellValue::Missing | CellValue::Number(_) => true,
         }
     }
 
     /// The category name in a cell.
     pub fn category<'a>(&self, cell: CellValue<'a>) -> Cow<'a, str> {
+        let text = self.text(cell);
+        let trimmed = text.trim_matches(&self.trim[..]);
+        if trimmed.len() == text.len() { text } else { trimmed.to_owned().into() }
+    }
+
+    /// The text of a cell.
+    fn text<'a>(&self, cell: CellValue<'a>) -> Cow<'a, str> {
         match cell {
-            CellValue::Missing => "".into(),
+            CellValue::Missing | CellValue::Texts(_) => "".into(),
             CellValue::Number(x) => x.to_string().into(),
+            // A text that cannot be decoded is refused before it becomes a category.
             CellValue::Text(text) => {
-                // A text that cannot be decoded is refused before it becomes a category.
-                let text = self.encoding.decode(text).unwrap_or_else(|| String::from_utf8_lossy(text));
-                let trimmed = text.trim_matches(&self.trim[..]);
-                if trimmed.len() == text.len() { text } else { trimmed.to_owned().into() }
+                self.encoding.decode(text).unwrap_or_else(|| String::from_utf8_lossy(text))
             }
         }
     }
@@ -168,8 +223,10 @@ pub fn select_columns(
             ));
         }
     }
+    let weight: Vec<String> = settings.weight.iter().cloned().collect();
     let lists = [
         ("target", &settings.target),
+        ("weight", &weight),
         ("columns", &settings.columns),
         ("ignore", &settings.ignore),
         ("categorical", &settings.categorical),
@@ -185,12 +242,18 @@ pub fn select_columns(
             }
         }
     }
-    let [target, chosen, ignored, categorical, numeric] =
+    let [target, weights, chosen, ignored, categorical, numeric] =
         lists.map(|(_, list)| list.iter().map(String::as_str).collect::<HashSet<&str>>());
     if let Some(name) = settings.categorical.iter().find(|name| numeric.contains(name.as_str())) {
         return Err(wrong(
             format!("column `{name}` is both in `categorical` and in `numeric`"),
             "remove it from one of them",
+        ));
+    }
+    if let Some(name) = settings.weight.iter().find(|name| target.contains(name.as_str())) {
+        return Err(wrong(
+            format!("column `{name}` is both the target and the weight"),
+            "name another column in `weight`",
         ));
     }
     let typing = ColumnTyping::new(file, names, inferred, settings);
@@ -207,7 +270,12 @@ pub fn select_columns(
     let mut columns = Vec::new();
     for (i, name) in names.iter().enumerate() {
         let used = (chosen.is_empty() || chosen.contains(name.as_str())) && !ignored.contains(name.as_str());
-        if !used || target.contains(name.as_str()) {
+        if !used || target.contains(name.as_str()) || weights.contains(name.as_str()) {
+            continue;
+        }
+        // A list of texts in Parquet gets an error of its own below.
+        if inferred[i].text_list && inferred[i].unsupported.is_none() && !named(name) {
+            left_out.push((format!("column {name}"), "holds lists of texts: not an input".into()));
             continue;
         }
         if inferred[i].is_index() && !named(name) {
@@ -235,7 +303,14 @@ pub fn select_columns(
     }
     for name in &settings.target {
         let Some(&at) = places.get(name.as_str()) else { continue };
+        let undecided = matches!(settings.task, TableTask::Auto | TableTask::MultiLabel);
+        if undecided && !declared(name) && settings.target.len() == 1 {
+            typing.check_labels(at)?;
+        }
+        let one = settings.target.len() == 1;
         let kind = match settings.task {
+            _ if one && (settings.is_multi_label() || inferred[at].text_list) => ColumnKind::Labels,
+            TableTask::MultiLabel => ColumnKind::Flag,
             TableTask::Classification => ColumnKind::Category,
             TableTask::Regression => ColumnKind::Number,
             TableTask::Auto if declared(name) => kind(at),
@@ -246,7 +321,7 @@ pub fn select_columns(
             }
             TableTask::Auto => ColumnKind::Number,
         };
-        match inferred[at].list {
+        match inferred[at].list.filter(|_| kind != ColumnKind::Labels) {
             Some(_) => columns.extend(typing.list_elements(at, true)),
             None => columns.push(typing.column(at, kind, true)?),
         }
@@ -255,11 +330,23 @@ pub fn select_columns(
     if settings.target.len() > 1 && targets.clone().any(|column| column.kind == ColumnKind::Category) {
         return Err(wrong(
             "several targets must all be numeric, but one is categorical".into(),
-            "name one target, or set `task = \"values\"`",
+            "name one target, or set `task = \"values\"`, or `task = \"labels\"` for columns of 1 and 0",
         ));
     }
-    if let Some((column, why)) =
-        columns.iter().find_map(|c| inferred[c.index].unsupported.map(|why| (c, why)))
+    if settings.target.len() > 1 && settings.label_separator.is_some() {
+        return Err(wrong(
+            "`label_separator` separates the labels in one column, and `target` names several".into(),
+            "name one target, or remove `label_separator` and set `task = \"labels\"` for columns of 1 and 0",
+        ));
+    }
+    for name in &weight {
+        let Some(&at) = places.get(name.as_str()) else { continue };
+        columns.push(Column { weight: true, ..typing.column(at, ColumnKind::Number, true)? });
+    }
+    if let Some((column, why)) = columns
+        .iter()
+        .filter(|c| c.kind != ColumnKind::Labels)
+        .find_map(|c| inferred[c.index].unsupported.map(|why| (c, why)))
     {
         return Err(wrong(
             format!("column `{}` contains {why}, which are not supported", column.name),

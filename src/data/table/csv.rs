@@ -29,6 +29,8 @@ pub struct CsvHeader {
     pub names: Vec<String>,
     /// Columns without a name.
     unnamed: Vec<usize>,
+    /// Columns that hold lists of texts.
+    text_lists: Vec<usize>,
     /// Byte offset of the first data row.
     body_offset: u64,
 }
@@ -36,7 +38,7 @@ pub struct CsvHeader {
 impl CsvHeader {
     pub fn read(file: &Path, dialect: Dialect) -> Result<Self, DataError> {
         let mut reader = RowReader::open(file, dialect)?;
-        let ColumnNames { names, unnamed } = reader.read_names()?;
+        let ColumnNames { names, unnamed, text_lists } = reader.read_names()?;
         if let [only] = &names[..] {
             let others = [(',', "`,`"), (';', "`;`"), ('\t', "a tab"), ('|', "`|`"), (' ', "a space")];
             let other = others.into_iter().find(|(delimiter, _)| only.contains(*delimiter));
@@ -53,7 +55,7 @@ impl CsvHeader {
                 hint: "a table needs inputs and a target: check `delimiter` and `skip_lines`",
             });
         }
-        Ok(Self { names, unnamed, body_offset: reader.offset })
+        Ok(Self { names, unnamed, text_lists, body_offset: reader.offset })
     }
 
     /// Infers each column from the first rows of `file`.
@@ -71,6 +73,7 @@ impl CsvHeader {
         let of_targets = inferred.iter_mut().zip(&self.names).filter(|(_, name)| targets.contains(name));
         of_targets.for_each(|(look, _)| look.count_distinct());
         self.unnamed.iter().for_each(|i| inferred[*i].watch_for_index());
+        self.text_lists.iter().for_each(|i| inferred[*i].text_list = true);
         inferred.iter_mut().take(MAX_WATCHED_COLUMNS).for_each(ColumnInference::watch_for_identifiers);
         let only_target = self.names.iter().position(|name| targets.len() == 1 && targets.contains(name));
         reader.read_names()?;

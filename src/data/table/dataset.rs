@@ -97,7 +97,7 @@ pub fn open(
     let paths = resolve(&files.train)?;
     let format = OpenFormat::detect(format, &paths[0])?;
     let mut train = OpenedTable::open(&paths, format, ctx)?;
-    let parser = CellParser::new(&settings.missing, &settings.trim, format.encoding());
+    let parser = CellParser::of_settings(settings, format.encoding());
     let selected = columns::select_columns(
         &paths[0],
         &train.names,
@@ -160,7 +160,7 @@ pub fn open_with_schema(
     let mut table = OpenedTable::open(&paths, format, ctx)?;
     let schema = schema.located(&paths[0], &table.names)?;
     table.measure_readers(&schema.columns, ctx)?;
-    let parser = CellParser::new(&settings.missing, &settings.trim, format.encoding());
+    let parser = CellParser::of_settings(settings, format.encoding());
     let encoder = Arc::new(RowEncoder::new(&paths[0], schema, &Default::default(), parser, settings)?);
     Ok(table.into_dataset(&encoder, None, None))
 }
@@ -172,7 +172,8 @@ fn needs_statistics(settings: &TableSettings, columns: &[Column]) -> bool {
         (ColumnKind::Number, false) => settings.on_missing == MissingPolicy::Mean || settings.missing_flags,
         (ColumnKind::Number, true) => false,
         (ColumnKind::Category, false) => true,
-        (ColumnKind::Category, true) => settings.classes.is_empty(),
+        (ColumnKind::Category | ColumnKind::Labels, _) => settings.classes.is_empty(),
+        (ColumnKind::Flag, _) => true,
     })
 }
 

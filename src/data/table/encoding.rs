@@ -15,7 +15,7 @@ use super::statistics::{CategoryCounts, ColumnStatistics, Moments, TableStatisti
 use super::{CellValue, MissingPolicy, RowCells, TableSettings, UnknownPolicy};
 use crate::base::units::counted;
 use crate::data::warnings::{self, WARNING};
-use crate::data::{BatchRow, DataError, Features, InputSpec, TargetSpec};
+use crate::data::{BatchRow, DataError, Features, InputSpec, SliceMut, TargetSpec};
 
 /// Code of a cell without a value.
 pub const MISSING: f64 = f64::from_bits(0x7ff8_0000_0000_0001);
@@ -24,6 +24,9 @@ pub const INVALID: f64 = f64::from_bits(0x7ff8_0000_0000_0002);
 
 /// Code of a text that is not in the encoding of the file.
 pub const UNREADABLE: f64 = f64::from_bits(0x7ff8_0000_0000_0003);
+
+/// Labels whose presence one code holds.
+const LABELS_PER_CODE: usize = 32;
 
 /// Columns that are described individually; the rest is summarized.
 const MAX_DESCRIBED_COLUMNS: usize = 40;
@@ -48,8 +51,11 @@ impl TableSchema {
 
     /// The schema of the inputs alone, for rows without a target.
     pub fn inputs(&self) -> Self {
-        let is_input = |i: &usize| !self.columns[*i].target;
-        let kept = || (0..self.columns.len()).filter(is_input);
+        self.filtered(|column| !column.target)
+    }
+
+    fn filtered(&self, keeps: impl Fn(&Column) -> bool) -> Self {
+        let kept = || (0..self.columns.len()).filter(|i| keeps(&self.columns[*i]));
         Self {
             columns: kept().map(|i| self.columns[i].clone()).collect(),
             sources: kept().map(|i| self.sources[i].clone()).collect(),
@@ -58,6 +64,11 @@ impl TableSchema {
                 ..statistics.clone()
             }),
         }
+    }
+
+    /// The schema without the sample weights, which only training needs.
+    pub fn without_weight(&self) -> Self {
+        self.filtered(|column| !column.weight)
     }
 
     /// The same schema for a file with other columns around these, or in another order.
@@ -82,7 +93,18 @@ impl TableSchema {
     /// Training rows of each of these classes, if they were counted.
     pub fn class_counts(&self, names: &[String]) -> Option<Vec<u64>> {
         let target = self.columns.iter().position(|column| column.target)?;
-        match &self.statistics.as_ref()?.columns[target] {
+        let columns = &self.statistics.as_ref()?.columns;
+        match &columns[target] {
+            ColumnStatistics::Category(_) if self.columns[target].kind == ColumnKind::Flag => {
+                let flags =
+                    columns.iter().zip(&self.columns).filter(|(_, column)| column.kind == ColumnKind::Flag);
+                let present = |counts: &CategoryCounts| counts.values.get("1").copied().unwrap_or(0);
+                let count = |statistics: &ColumnStatistics| match statistics {
+                    ColumnStatistics::Category(counts) => present(counts),
+                    ColumnStatistics::Number(_) => 0,
+                };
+                Some(flags.map(|(statistics, _)| count(statistics)).collect())
+            }
             ColumnStatistics::Category(counts) => {
                 Some(names.iter().map(|name| counts.values.get(name).copied().unwrap_or(0)).collect())
             }
@@ -101,7 +123,8 @@ impl TableSchema {
                 _ => (0.0, 1.0),
             }
         };
-        self.columns.iter().enumerate().filter(|(_, column)| column.target).map(scale).collect()
+        let predicted = |(_, column): &(usize, &Column)| column.target && !column.weight;
+        self.columns.iter().enumerate().filter(predicted).map(scale).collect()
     }
 }
 
@@ -115,6 +138,8 @@ pub struct RowEncoder {
     pub features: Features,
     /// Training samples per class, if counted.
     pub class_counts: Option<Vec<u64>>,
+    /// The column of labels and its number of codes, if there is one: 32 labels each.
+    labels: Option<(usize, usize)>,
     description: Vec<(String, String)>,
     /// Columns that are no inputs though nobody asked for it.
     left_out: Vec<(String, String)>,
@@ -130,6 +155,12 @@ enum ColumnEncoder {
     Ordinal { list: CategoryIndex, at: usize, missing: Option<usize>, unknown: UnknownPolicy },
     /// The class id.
     Class { list: CategoryIndex },
+    /// 1 for the labels that the cell has, 0 for the others.
+    Labels { list: CategoryIndex },
+    /// 1 or 0 at index `at` of the target.
+    Flag { at: usize },
+    /// The weight of the sample, behind its target.
+    Weight,
 }
 
 /// Category ids by name.
@@ -153,12 +184,13 @@ impl RowEncoder {
             unseen: schema.columns.iter().map(|_| AtomicU64::new(0)).collect(),
             features: Features::new(InputSpec::Floats { shape: vec![0] }, TargetSpec::Values { len: 0 }),
             class_counts: None,
+            labels: None,
             description: Vec::new(),
             left_out: Vec::new(),
             warnings: Vec::new(),
         };
         let (columns, statistics) = (&schema.columns, schema.statistics.as_ref());
-        let (mut inputs, mut targets, mut classes) = (0, 0, None);
+        let (mut inputs, mut targets, mut classes, mut labels) = (0, 0, None, Vec::new());
         let mut categories = Vec::new();
         for (i, column) in columns.iter().enumerate() {
             let stats = statistics.map(|statistics| &statistics.columns[i]);
@@ -173,6 +205,19 @@ impl RowEncoder {
                 });
             }
             let encoder = match (column.kind, stats) {
+                _ if column.weight => ColumnEncoder::Weight,
+                (ColumnKind::Flag, _) => {
+                    labels.push(column.name.clone());
+                    ColumnEncoder::Flag { at: labels.len() - 1 }
+                }
+                (ColumnKind::Labels, stats) => {
+                    let none = CategoryCounts::default();
+                    let counts =
+                        if let Some(ColumnStatistics::Category(counts)) = stats { counts } else { &none };
+                    labels = class_names(settings, counts);
+                    row_encoder.labels = Some((i, labels.len().div_ceil(LABELS_PER_CODE).max(1)));
+                    ColumnEncoder::Labels { list: CategoryIndex::of(&labels) }
+                }
                 (ColumnKind::Number, stats) => {
                     let moments = if let Some(ColumnStatistics::Number(moments)) = stats {
                         Some(moments)
@@ -219,7 +264,11 @@ impl RowEncoder {
         row_encoder.left_out.clone_from(&remarks.left_out);
         row_encoder.warnings.clone_from(&remarks.warnings);
         row_encoder.warnings.extend(identifier_warnings(columns, statistics));
-        if let (Some(names), Some(counts)) = (&classes, &row_encoder.class_counts) {
+        if !labels.is_empty() {
+            row_encoder.class_counts = schema.class_counts(&labels);
+        }
+        let names = classes.as_ref().or_else(|| (!labels.is_empty()).then_some(&labels));
+        if let (Some(names), Some(counts)) = (names, &row_encoder.class_counts) {
             row_encoder.warnings.extend(warnings::class_warnings(names, counts));
         }
         if let Some(skipped) = statistics.map(|statistics| statistics.skipped_rows).filter(|n| *n > 0) {
@@ -239,7 +288,8 @@ impl RowEncoder {
                 });
             }
             Some(names) => TargetSpec::Class { names },
-            None => TargetSpec::Values { len: targets },
+            None if labels.is_empty() => TargetSpec::Values { len: targets },
+            None => TargetSpec::MultiLabel { names: labels },
         };
         for how in &mut row_encoder.column_encoders {
             if let ColumnEncoder::Ordinal { at, .. } = how {
@@ -250,17 +300,63 @@ impl RowEncoder {
             [] => InputSpec::Floats { shape: vec![inputs] },
             _ => InputSpec::Tabular { num_numeric: inputs, cardinalities: categories },
         };
-        row_encoder.features = Features::new(input, target);
+        let weighted = columns.iter().any(|column| column.weight);
+        row_encoder.features = Features { weighted, ..Features::new(input, target) };
         Ok(row_encoder)
     }
 
-    /// Parses a cell of column `i` into its code.
+    /// Codes per row: one per column, and more for a column of many labels.
+    pub fn codes(&self) -> usize {
+        self.schema.columns.len() + self.labels.map_or(0, |(_, codes)| codes - 1)
+    }
+
+    /// The column of a code, and which of the column's codes it is.
     #[inline]
-    pub fn encode_cell(&self, i: usize, cell: CellValue<'_>) -> f64 {
+    pub fn column_of(&self, code: usize) -> (usize, usize) {
+        match self.labels {
+            Some((column, codes)) if code >= column => match code < column + codes {
+                true => (column, code - column),
+                false => (code + 1 - codes, 0),
+            },
+            _ => (code, 0),
+        }
+    }
+
+    /// Labels of a cell as a set: bit i for label 32 `part` + i.
+    fn encode_labels(&self, list: &CategoryIndex, part: usize, cell: CellValue<'_>) -> f64 {
+        if !self.parser.is_readable(cell) {
+            return UNREADABLE;
+        }
+        let Some(labels) = self.parser.labels(cell) else { return MISSING };
+        let mut set = 0u32;
+        for label in labels {
+            match list.ids.get(&label) {
+                None => return INVALID,
+                Some(id) if *id as usize / LABELS_PER_CODE == part => {
+                    set |= 1 << (id % LABELS_PER_CODE as u32)
+                }
+                Some(_) => {}
+            }
+        }
+        set.into()
+    }
+
+    /// Parses a cell into its code of this number.
+    #[inline]
+    pub fn encode_cell(&self, code: usize, cell: CellValue<'_>) -> f64 {
+        let (i, part) = self.column_of(code);
+        if let ColumnEncoder::Labels { list } = &self.column_encoders[i] {
+            return self.encode_labels(list, part, cell);
+        }
         if self.parser.is_missing(cell) {
             return MISSING;
         }
         match &self.column_encoders[i] {
+            ColumnEncoder::Flag { .. } => self.parser.flag(cell).map_or(INVALID, f64::from),
+            ColumnEncoder::Weight => {
+                let weight = self.parser.number(cell, self.schema.columns[i].notation);
+                weight.filter(|weight| *weight >= 0.0).unwrap_or(INVALID)
+            }
             ColumnEncoder::Number { fill, .. } => {
                 let notation = self.schema.columns[i].notation;
                 match self.parser.number(cell, notation) {
@@ -272,7 +368,8 @@ impl RowEncoder {
             _ if !self.parser.is_readable(cell) => UNREADABLE,
             ColumnEncoder::OneHot { list, .. }
             | ColumnEncoder::Ordinal { list, .. }
-            | ColumnEncoder::Class { list } => {
+            | ColumnEncoder::Class { list }
+            | ColumnEncoder::Labels { list } => {
                 list.ids.get(self.parser.category(cell).as_ref()).map_or(INVALID, |place| (*place).into())
             }
         }
@@ -281,19 +378,27 @@ impl RowEncoder {
     /// Encodes a row into a sample.
     pub fn encode_row(&self, cells: &impl RowCells, into: &mut BatchRow<'_>) -> Result<(), DataError> {
         into.input.as_f32_mut().fill(0.0);
-        for i in 0..self.schema.columns.len() {
-            let code = self.encode_cell(i, cells.cell(i));
-            self.write_cell(i, code, into).map_err(|expected| cells.cell_error(i, expected))?;
+        for number in 0..self.codes() {
+            let (i, _) = self.column_of(number);
+            let code = self.encode_cell(number, cells.cell(i));
+            self.write_cell(number, code, into).map_err(|expected| cells.cell_error(i, expected))?;
         }
         Ok(())
     }
 
     /// What was expected, if the code cannot be encoded.
-    pub fn expected_instead(&self, i: usize, code: f64) -> Option<String> {
+    pub fn expected_instead(&self, number: usize, code: f64) -> Option<String> {
+        let (i, _) = self.column_of(number);
         let column = &self.schema.columns[i];
         let is_missing = code.to_bits() == MISSING.to_bits();
         match &self.column_encoders[i] {
-            ColumnEncoder::Number { fill: None, .. } | ColumnEncoder::Class { .. } if is_missing => {
+            ColumnEncoder::Number { fill: None, .. }
+            | ColumnEncoder::Class { .. }
+            | ColumnEncoder::Labels { .. }
+            | ColumnEncoder::Flag { .. }
+            | ColumnEncoder::Weight
+                if is_missing =>
+            {
                 Some(super::expected_present(column))
             }
             ColumnEncoder::Number { .. } if is_missing => None,
@@ -301,7 +406,12 @@ impl RowEncoder {
                 let value = ((code - mean) * scale) as f32;
                 (!value.is_finite()).then(|| column.notation.expected().into())
             }
+            ColumnEncoder::Weight => (!(code as f32).is_finite()).then(|| super::EXPECTED_WEIGHT.into()),
+            ColumnEncoder::Flag { .. } => code.is_nan().then(|| super::EXPECTED_FLAG.into()),
             _ if code.to_bits() == UNREADABLE.to_bits() => Some(super::EXPECTED_UTF8.into()),
+            ColumnEncoder::Labels { list } => {
+                code.is_nan().then(|| format!("some of the {} labels", list.ids.len()))
+            }
             ColumnEncoder::Class { list } => {
                 code.is_nan().then(|| format!("one of the {} classes", list.ids.len()))
             }
@@ -318,9 +428,10 @@ impl RowEncoder {
         }
     }
 
-    /// Writes one column of a sample, whose input must be zeroed, or returns what was expected.
+    /// Writes what a code stands for into a sample, whose input must be zeroed, or returns what was expected.
     #[inline]
-    pub fn write_cell(&self, i: usize, code: f64, into: &mut BatchRow<'_>) -> Result<(), String> {
+    pub fn write_cell(&self, number: usize, code: f64, into: &mut BatchRow<'_>) -> Result<(), String> {
+        let (i, part) = self.column_of(number);
         // Fast path: nearly every cell is a valid number.
         if let ColumnEncoder::Number { mean, scale, at, .. } = &self.column_encoders[i] {
             let value = ((code - mean) * scale) as f32;
@@ -330,7 +441,7 @@ impl RowEncoder {
                 return Ok(());
             }
         }
-        if let Some(expected) = self.expected_instead(i, code) {
+        if let Some(expected) = self.expected_instead(number, code) {
             return Err(expected);
         }
         if code.to_bits() == INVALID.to_bits() {
@@ -353,6 +464,19 @@ impl RowEncoder {
                 into.input.as_f32_mut()[*at] = category_id(code, *missing).unwrap_or(unknown) as f32;
             }
             ColumnEncoder::Class { .. } => into.target.as_u32_mut()[0] = code as u32,
+            ColumnEncoder::Labels { list } => {
+                let (labels, set) = (&mut into.target.as_f32_mut()[..list.ids.len()], code as u32);
+                let labels = labels.iter_mut().skip(part * LABELS_PER_CODE).take(LABELS_PER_CODE);
+                labels.enumerate().for_each(|(bit, value)| *value = (set >> bit & 1) as f32);
+            }
+            ColumnEncoder::Flag { at } => into.target.as_f32_mut()[*at] = code as f32,
+            ColumnEncoder::Weight => match &mut into.target {
+                SliceMut::F32(target) => target.last_mut().into_iter().for_each(|slot| *slot = code as f32),
+                SliceMut::U32(target) => {
+                    target.last_mut().into_iter().for_each(|slot| *slot = (code as f32).to_bits());
+                }
+                SliceMut::U8(_) => {}
+            },
         }
         Ok(())
     }
@@ -384,7 +508,10 @@ impl RowEncoder {
                         .for_each(|place| names[at + place] = format!("{} is missing", column.name));
                 }
                 ColumnEncoder::Ordinal { at, .. } => names[*at].clone_from(&column.name),
-                ColumnEncoder::Class { .. } => {}
+                ColumnEncoder::Class { .. }
+                | ColumnEncoder::Labels { .. }
+                | ColumnEncoder::Flag { .. }
+                | ColumnEncoder::Weight => {}
             }
         }
         names
@@ -412,8 +539,9 @@ impl RowEncoder {
         let list = |how: &ColumnEncoder| match how {
             ColumnEncoder::OneHot { list, .. }
             | ColumnEncoder::Ordinal { list, .. }
-            | ColumnEncoder::Class { list } => list.ids.keys().map(|name| name.len() as u64 + 48).sum(),
-            ColumnEncoder::Number { .. } => 0,
+            | ColumnEncoder::Class { list }
+            | ColumnEncoder::Labels { list } => list.ids.keys().map(|name| name.len() as u64 + 48).sum(),
+            ColumnEncoder::Number { .. } | ColumnEncoder::Flag { .. } | ColumnEncoder::Weight => 0,
         };
         let encoders = self.column_encoders.iter().map(|how| list(how) + size_of::<ColumnEncoder>() as u64);
         let columns = self.schema.columns.iter().map(|column| size_of::<Column>() + column.name.capacity());
@@ -526,6 +654,18 @@ fn describe_column(
         }
         (ColumnEncoder::Number { .. }, _) => format!("{target}number{notation}, not standardized"),
         (ColumnEncoder::Class { list }, _) => format!("{target}{}", counted(list.ids.len() as u64, "class")),
+        (ColumnEncoder::Labels { list }, _) => {
+            format!("{target}any number of {}", counted(list.ids.len() as u64, "label"))
+        }
+        (ColumnEncoder::Flag { .. }, Some(ColumnStatistics::Category(counts))) => {
+            let present = counts.values.get("1").copied().unwrap_or(0);
+            format!("{target}label of {}", counted(present, "training row"))
+        }
+        (ColumnEncoder::Flag { .. }, _) => format!("{target}label"),
+        (ColumnEncoder::Weight, Some(ColumnStatistics::Number(moments))) => {
+            format!("sample weight, mean {}", format_number(moments.mean))
+        }
+        (ColumnEncoder::Weight, _) => "sample weight".into(),
         (ColumnEncoder::OneHot { list, .. } | ColumnEncoder::Ordinal { list, .. }, stats) => {
             let lacking =
                 if let Some(ColumnStatistics::Category(counts)) = stats { counts.missing } else { 0 };

@@ -7,6 +7,7 @@ use super::columns::CellParser;
 use super::dates::{DateColumn, DateEvidence, DateOrder, StampKind};
 use super::decimal::parse_decimal;
 use super::notation::{DecimalMark, NotationEvidence, NotationProblem, parse_plain};
+use crate::data::labels::{self, LabelLists};
 
 /// Rows that types are inferred from.
 pub const SAMPLE_ROWS: usize = 1000;
@@ -38,8 +39,12 @@ pub struct ColumnInference {
     /// columns.
     counts_distinct: bool,
     distinct: BTreeSet<String>,
+    /// Texts of a target, as far as they are watched.
+    texts: BTreeSet<String>,
     /// Why its values cannot be used at all.
     pub unsupported: Option<&'static str>,
+    /// The column holds lists of texts.
+    pub text_list: bool,
     /// Values of a row, if the column holds lists.
     pub list: Option<usize>,
     /// What points in time its numbers are.
@@ -112,7 +117,7 @@ impl ColumnInference {
         }
         self.values += 1;
         match cell {
-            CellValue::Missing => {}
+            CellValue::Missing | CellValue::Texts(_) => {}
             CellValue::Number(x) => {
                 self.numbers += 1;
                 self.has_fraction |= x.fract() != 0.0;
@@ -123,6 +128,24 @@ impl ColumnInference {
         if self.counts_distinct && self.distinct.len() <= MAX_INTEGER_CLASSES {
             self.distinct.insert(parser.category(cell).into_owned());
         }
+        if self.counts_distinct && self.has_text && self.texts.len() < SAMPLE_ROWS {
+            self.texts.insert(parser.category(cell).into_owned());
+        }
+    }
+
+    /// How the values show that each holds several labels.
+    pub fn label_lists(&self) -> Option<LabelLists> {
+        labels::detect(self.texts.iter().map(String::as_str))
+    }
+
+    /// The value with the most labels.
+    pub fn example_list(&self) -> Option<String> {
+        let separator = match self.label_lists()? {
+            LabelLists::Separated(separator) => Some(separator),
+            LabelLists::Bracketed => None,
+        };
+        let most = self.texts.iter().max_by_key(|text| labels::split(text, separator).len())?;
+        Some(super::display_value(most.as_bytes()))
     }
 
     fn observe_whole_number(&mut self, hash: u64) {

@@ -2,7 +2,8 @@
 //! the table code sees text.
 //!
 //! The columns are the fields of the first records in alphabetical order; nested fields are joined by points, as in
-//! `user.age`, and the values of a list are numbered, as in `embedding.0`. A file is read once, from its beginning, in
+//! `user.age`, and the values of a list are numbered, as in `embedding.0`. A list of texts is one
+//! column, as JSON: it may be the labels of the record. A file is read once, from its beginning, in
 //! memory bounded by the longest record.
 
 use std::collections::{BTreeSet, HashMap};
@@ -25,6 +26,8 @@ const MAX_COLUMNS: usize = 100_000;
 pub struct JsonRows {
     records: JsonRecords,
     pub names: Vec<String>,
+    /// Columns that hold lists of texts.
+    pub text_lists: Vec<usize>,
     /// Index of each column; lookup only.
     columns: HashMap<String, usize>,
     cells: Vec<Option<String>>,
@@ -34,12 +37,17 @@ pub struct JsonRows {
 impl JsonRows {
     /// Opens `file` and finds its columns.
     pub fn open(file: &Path) -> Result<Self, DataError> {
-        let mut names = BTreeSet::new();
+        let (mut names, mut lists, mut empty) = (BTreeSet::new(), BTreeSet::new(), BTreeSet::new());
         let mut sample = JsonRecords::open(file)?;
         for _ in 0..SAMPLE_ROWS {
             let Some((_, value)) = sample.next()? else { break };
-            flatten(String::new(), value, &mut |name, _| {
-                names.insert(name);
+            flatten(String::new(), value, &mut |name, _, kind| match kind {
+                CellKind::EmptyList => drop(empty.insert(name)),
+                CellKind::TextList => {
+                    lists.insert(name.clone());
+                    names.insert(name);
+                }
+                CellKind::Value => drop(names.insert(name)),
             });
             if names.len() > MAX_COLUMNS {
                 return Err(DataError::Table {
@@ -50,10 +58,19 @@ impl JsonRows {
                 });
             }
         }
+        // An empty list is one of texts unless other records say what it holds.
+        for name in empty {
+            let first = format!("{name}.0");
+            if !names.contains(&first) {
+                lists.insert(name.clone());
+                names.insert(name);
+            }
+        }
         let names: Vec<String> = names.into_iter().collect();
+        let text_lists = (0..names.len()).filter(|i| lists.contains(&names[*i])).collect();
         let columns = names.iter().cloned().zip(0..).collect();
         let cells = vec![None; names.len()];
-        Ok(Self { records: JsonRecords::open(file)?, names, columns, cells, row: Vec::new() })
+        Ok(Self { records: JsonRecords::open(file)?, names, text_lists, columns, cells, row: Vec::new() })
     }
 
     /// The next record as a row, and the number of its first line, from 1.
@@ -61,8 +78,9 @@ impl JsonRows {
         let Some((line, value)) = self.records.next()? else { return Ok(None) };
         self.cells.fill(None);
         let mut unknown = None;
-        flatten(String::new(), value, &mut |name, cell| match self.columns.get(&name) {
+        flatten(String::new(), value, &mut |name, cell, kind| match self.columns.get(&name) {
             Some(column) => self.cells[*column] = cell,
+            None if kind == CellKind::EmptyList => {}
             None => unknown = unknown.take().or(Some(name)),
         });
         if let Some(name) = unknown {
@@ -90,14 +108,27 @@ impl JsonRows {
     }
 }
 
-/// Calls `visit` with the name and the text of each value; null has no text.
-fn flatten(name: String, value: Value, visit: &mut dyn FnMut(String, Option<String>)) {
+/// What a field holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum CellKind {
+    Value,
+    /// A list of texts, as JSON.
+    TextList,
+    EmptyList,
+}
+
+/// Calls `visit` with the name, the text and the kind of each value; null has no text.
+fn flatten(name: String, value: Value, visit: &mut dyn FnMut(String, Option<String>, CellKind)) {
     let inner = |key: &str| if name.is_empty() { key.to_owned() } else { format!("{name}.{key}") };
     match value {
-        Value::Null => visit(name, None),
-        Value::Bool(value) => visit(name, Some(value.to_string())),
-        Value::Number(number) => visit(name, Some(number.to_string())),
-        Value::String(text) => visit(name, Some(text)),
+        Value::Null => visit(name, None, CellKind::Value),
+        Value::Bool(value) => visit(name, Some(value.to_string()), CellKind::Value),
+        Value::Number(number) => visit(name, Some(number.to_string()), CellKind::Value),
+        Value::String(text) => visit(name, Some(text), CellKind::Value),
+        Value::Array(values) if values.is_empty() => visit(name, Some("[]".into()), CellKind::EmptyList),
+        Value::Array(values) if values.iter().all(Value::is_string) => {
+            visit(name, Some(Value::from(values).to_string()), CellKind::TextList);
+        }
         Value::Array(values) => {
             values
                 .into_iter()
@@ -287,6 +318,20 @@ mod tests {
             assert_eq!(names, ["a", "b", "c.d.0", "c.d.1"]);
             assert_eq!(found, [(1, expected[0].to_owned()), (second, expected[1].to_owned())], "{text}");
         }
+    }
+
+    /// Records have as many labels as they like, and the files of a table the same columns.
+    #[test]
+    fn a_list_of_texts_is_one_column() {
+        let text = r#"{"a": 1, "tags": ["x", "y \"z\""], "v": [1, 2]}
+{"a": 2, "tags": [], "v": []}
+{"a": 3, "tags": ["x", "y", "z"], "v": [3, 4]}
+"#;
+        let (names, found) = rows(text).unwrap();
+        assert_eq!(names, ["a", "tags", "v.0", "v.1"]);
+        assert_eq!(found[0].1, r#""1","[""x"",""y \""z\""""]","1","2""#);
+        assert_eq!(found[1].1, r#""2","[]",,"#);
+        assert_eq!(rows(r#"{"tags": []}"#).unwrap().0, ["tags"]);
     }
 
     #[test]

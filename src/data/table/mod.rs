@@ -39,6 +39,8 @@ mod text_encoding;
 
 use std::path::Path;
 
+use ::parquet::data_type::ByteArray;
+
 pub use dataset::{TableFileFormat, TableFiles, open, open_with_schema};
 pub use dates::DateOrder;
 pub use dialect::{Dialect, FieldDelimiter};
@@ -57,6 +59,10 @@ use super::DataError;
 pub struct TableSettings {
     /// Columns to predict.
     pub target: Vec<String>,
+    /// The column of sample weights.
+    pub weight: Option<String>,
+    /// What separates the labels of a target cell; `None` if a text is one class.
+    pub label_separator: Option<String>,
     /// Input columns; empty for all others.
     pub columns: Vec<String>,
     pub ignore: Vec<String>,
@@ -91,12 +97,19 @@ impl TableSettings {
     fn fills(&self, column: &Column) -> bool {
         !column.target && self.on_missing != MissingPolicy::Error
     }
+
+    /// Whether a row may have any number of labels, as far as the settings say.
+    fn is_multi_label(&self) -> bool {
+        self.task == TableTask::MultiLabel || self.label_separator.is_some()
+    }
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TableTask {
     Auto,
     Classification,
+    /// Any number of labels per row.
+    MultiLabel,
     Regression,
 }
 
@@ -118,6 +131,8 @@ impl Default for TableSettings {
     fn default() -> Self {
         Self {
             target: Vec::new(),
+            weight: None,
+            label_separator: None,
             columns: Vec::new(),
             ignore: Vec::new(),
             categorical: Vec::new(),
@@ -145,6 +160,8 @@ pub enum CellValue<'a> {
     Missing,
     Number(f64),
     Text(&'a [u8]),
+    /// A list of texts.
+    Texts(&'a [ByteArray]),
 }
 
 /// The columns in use of one row.
@@ -185,9 +202,16 @@ pub trait TableReader: Send + Sync {
 /// What is expected of a text.
 const EXPECTED_UTF8: &str = "UTF-8 text; `encoding` says what else it is";
 
+/// What is expected of a sample weight.
+const EXPECTED_WEIGHT: &str = "a weight: a number of 0 or more";
+
+/// What is expected of a column that says whether a row has a label.
+const EXPECTED_FLAG: &str = "1 or 0, or true or false";
+
 /// What is expected of an empty cell.
 fn expected_present(column: &Column) -> String {
     match column.target {
+        true if column.weight => EXPECTED_WEIGHT.into(),
         true => "a target: it is missing".into(),
         false => "a value: it is missing, and `on_missing` is \"error\"".into(),
     }

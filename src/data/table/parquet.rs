@@ -148,6 +148,7 @@ impl ParquetFiles {
             let text = ValueFormat::of(column, None).is_text();
             let mut look = ColumnInference::declared(text, parquet_values::unsupported_reason(column));
             look.stamp = parquet_values::stamp_kind(column);
+            look.text_list = parquet_values::is_text_list(column);
             look
         };
         let mut inferred: Vec<ColumnInference> = descriptors.iter().map(look).collect();
@@ -306,7 +307,7 @@ pub struct ParquetDataset {
 
 impl ParquetDataset {
     pub fn new(table: ParquetFiles, encoder: Arc<RowEncoder>, class_counts: Option<Vec<u64>>) -> Self {
-        let width = (encoder.schema.columns.len() * CODE_BYTES) as u64;
+        let width = (encoder.codes() * CODE_BYTES) as u64;
         let most = (BLOCK_BYTES / width).max(1);
         let cut = |(shard, group): (usize, &RowGroup)| {
             let rows = group.rows;
@@ -341,10 +342,11 @@ impl ShardReader for RowGroupReader {
         let row = DecodedRow { rows, row: rows.next_row, columns, record: self.record };
         let start = into.len();
         let mut wrong = None;
-        for i in 0..columns.len() {
-            let code = self.encoder.encode_cell(i, row.cell(i));
+        for number in 0..self.encoder.codes() {
+            let (i, _) = self.encoder.column_of(number);
+            let code = self.encoder.encode_cell(number, row.cell(i));
             // Report the error here, while the original value is available.
-            if let Some(expected) = self.encoder.expected_instead(i, code) {
+            if let Some(expected) = self.encoder.expected_instead(number, code) {
                 wrong = Some(row.cell_error(i, expected));
                 break;
             }
@@ -391,9 +393,10 @@ impl ShardedDataset for ParquetDataset {
         into: &mut BatchRow<'_>,
     ) -> Result<(), DataError> {
         into.input.as_f32_mut().fill(0.0);
-        for (i, code) in record.as_chunks::<CODE_BYTES>().0.iter().enumerate() {
+        for (number, code) in record.as_chunks::<CODE_BYTES>().0.iter().enumerate() {
             let code = f64::from_bits(u64::from_le_bytes(*code));
-            self.encoder.write_cell(i, code, into).map_err(|expected| {
+            self.encoder.write_cell(number, code, into).map_err(|expected| {
+                let (i, _) = self.encoder.column_of(number);
                 let group = self.table.row_groups.partition_point(|group| group.first_row <= index) - 1;
                 let group = self.table.row_groups[group];
                 DataError::Value {

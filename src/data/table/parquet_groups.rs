@@ -172,16 +172,20 @@ pub fn reader_bytes(
             let batch = rows * format.values_per_row() as u64;
             let is_text = format.is_text();
             let value = if is_text { size_of::<Option<ByteArray>>() } else { CODE_BYTES } as u64;
+            // Every text of a list is an allocation of its own, and rows are decoded with all of theirs.
+            let listed = if format.is_text_list() { chunk.num_values().max(0) as u64 } else { 0 };
+            let listed = 2 * listed * size_of::<ByteArray>() as u64;
             let dictionary = pages.dictionary + pages.dictionary_values * size_of::<ByteArray>() as u64;
             // Texts are parts of their pages, which live as long as they do, or copies of delta-encoded ones.
-            held += match (whole, is_text) {
-                (true, false) => batch * value,
-                (true, true) => batch * value + pages.total + delta.total + dictionary,
-                (false, false) => batch * value + OPEN_COLUMN_BYTES + pages.largest + dictionary,
-                (false, true) => {
-                    batch * value + OPEN_COLUMN_BYTES + 2 * (pages.largest + delta.largest) + dictionary
-                }
-            };
+            held += listed
+                + match (whole, is_text) {
+                    (true, false) => batch * value,
+                    (true, true) => batch * value + pages.total + delta.total + dictionary,
+                    (false, false) => batch * value + OPEN_COLUMN_BYTES + pages.largest + dictionary,
+                    (false, true) => {
+                        batch * value + OPEN_COLUMN_BYTES + 2 * (pages.largest + delta.largest) + dictionary
+                    }
+                };
             // While a column is decoded: a compressed page, and its values in the types of the library.
             let compressed =
                 if chunk.compression() == Compression::UNCOMPRESSED { 0 } else { pages.compressed };
@@ -311,6 +315,10 @@ impl RowCells for DecodedRow<'_> {
             CellValue::Number(x) if x.is_nan() => String::new(),
             CellValue::Number(x) => x.to_string(),
             CellValue::Text(text) => super::display_value(text),
+            CellValue::Texts(texts) => {
+                let texts: Vec<_> = texts.iter().map(|text| String::from_utf8_lossy(text.data())).collect();
+                super::display_value(format!("{texts:?}").as_bytes())
+            }
         };
         let column = Some(self.columns[i].name.clone());
         DataError::Value { file: self.rows.path.clone(), record: self.record, column, value, expected }

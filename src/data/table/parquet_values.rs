@@ -22,8 +22,10 @@ pub struct ValueFormat {
     present_level: i16,
     /// Definition level from which on a list is not empty.
     element_level: i16,
-    /// Values of a row; `None` if the column is no list.
+    /// Values of a row; `None` if the column is no list of numbers.
     list: Option<usize>,
+    /// The column holds lists of texts.
+    text_list: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -58,12 +60,18 @@ impl ValueFormat {
         let about = column.self_type().get_basic_info();
         let optional_element =
             i16::from(about.has_repetition() && about.repetition() == Repetition::OPTIONAL);
-        Self { conversion, present_level, element_level: present_level - optional_element, list }
+        let (element_level, text_list) = (present_level - optional_element, is_text_list(column));
+        Self { conversion, present_level, element_level, list, text_list }
     }
 
     /// Whether cells are texts.
     pub fn is_text(&self) -> bool {
         self.conversion == Conversion::Text
+    }
+
+    /// Whether cells are lists of texts.
+    pub fn is_text_list(&self) -> bool {
+        self.text_list
     }
 
     /// Values of a row.
@@ -120,12 +128,18 @@ pub fn stamp_kind(column: &ColumnDescriptor) -> Option<StampKind> {
     }
 }
 
+/// Whether the column holds lists of texts: labels, if it is the target.
+pub fn is_text_list(column: &ColumnDescriptor) -> bool {
+    let is_decimal = column.converted_type() == ConvertedType::DECIMAL;
+    column.physical_type() == Type::BYTE_ARRAY && column.max_rep_level() == 1 && !is_decimal
+}
+
 /// Why a column cannot be converted to numbers or categories.
 pub fn unsupported_reason(column: &ColumnDescriptor) -> Option<&'static str> {
     let is_decimal = column.converted_type() == ConvertedType::DECIMAL;
     match column.physical_type() {
         _ if column.max_rep_level() > 1 => Some("lists of lists"),
-        Type::BYTE_ARRAY if column.max_rep_level() > 0 && !is_decimal => Some("lists of texts"),
+        _ if is_text_list(column) => Some("lists of texts"),
         Type::FIXED_LEN_BYTE_ARRAY
             if !is_decimal && column.logical_type_ref() != Some(&LogicalType::Float16) =>
         {
@@ -165,6 +179,8 @@ pub enum ColumnValues {
     /// NaN for null.
     Numbers(Vec<f64>),
     Texts(Vec<Option<ByteArray>>),
+    /// The texts of each row; `None` for null.
+    TextLists(Vec<Option<Vec<ByteArray>>>),
     Lists {
         values: Vec<f64>,
         length: usize,
@@ -178,6 +194,7 @@ impl ColumnValues {
         match self {
             Self::Numbers(values) => values.len(),
             Self::Texts(values) => values.len(),
+            Self::TextLists(values) => values.len(),
             Self::Lists { values, length, .. } => values.len() / (*length).max(1),
         }
     }
@@ -187,6 +204,9 @@ impl ColumnValues {
             Self::Numbers(values) => CellValue::Number(values[row]),
             Self::Texts(values) => {
                 values[row].as_ref().map_or(CellValue::Missing, |text| CellValue::Text(text.data()))
+            }
+            Self::TextLists(values) => {
+                values[row].as_ref().map_or(CellValue::Missing, |texts| CellValue::Texts(texts))
             }
             Self::Lists { values, length, wrong } => {
                 match wrong.binary_search_by_key(&row, |(row, _)| *row) {
@@ -205,6 +225,9 @@ impl ColumnValues {
     ) -> Result<Self, ParquetError> {
         use ColumnReader::*;
         match reader {
+            ByteArrayColumnReader(reader) if format.is_text_list() => {
+                decode_text_lists(reader, format, count)
+            }
             ByteArrayColumnReader(reader) if format.is_text() => {
                 let make = |value: Option<&ByteArray>| value.cloned();
                 Ok(Self::Texts(decode_rows(reader, format, count, make)?))
@@ -316,6 +339,22 @@ fn decode_lists<T: DataType>(
         }
     }
     Ok(ColumnValues::Lists { values, length, wrong })
+}
+
+/// Decodes the next `count` lists of texts. Nulls in a list are no labels.
+fn decode_text_lists<T: DataType<T = ByteArray>>(
+    reader: &mut ColumnReaderImpl<T>,
+    format: ValueFormat,
+    count: usize,
+) -> Result<ColumnValues, ParquetError> {
+    let levels = read_levels(reader, count, true)?;
+    let mut present = levels.values.iter();
+    let lists = levels.rows(format).map(|(defined, is_null)| {
+        let filled = defined.iter().filter(|level| **level == format.present_level).count();
+        let texts: Vec<ByteArray> = present.by_ref().take(filled).cloned().collect();
+        (!is_null || filled > 0).then_some(texts)
+    });
+    Ok(ColumnValues::TextLists(lists.collect()))
 }
 
 impl<V> Levels<V> {

@@ -19,6 +19,8 @@ pub struct ColumnNames {
     pub names: Vec<String>,
     /// Columns that the header leaves without a name.
     pub unnamed: Vec<usize>,
+    /// Columns that hold lists of texts.
+    pub text_lists: Vec<usize>,
 }
 
 /// Reads rows from a file.
@@ -48,6 +50,14 @@ impl Records {
         match self {
             Self::Json(rows) => &rows.names,
             Self::Arrow(rows) => &rows.names,
+        }
+    }
+
+    /// Columns that hold lists of texts.
+    fn text_lists(&self) -> &[usize] {
+        match self {
+            Self::Json(rows) => &rows.text_lists,
+            Self::Arrow(_) => &[],
         }
     }
 
@@ -142,7 +152,8 @@ impl RowReader {
     /// consumed. A column without a name is called by its number too.
     pub fn read_names(&mut self) -> Result<ColumnNames, DataError> {
         if let Some(records) = &self.records {
-            return Ok(ColumnNames { names: records.names().to_vec(), unnamed: Vec::new() });
+            let (names, text_lists) = (records.names().to_vec(), records.text_lists().to_vec());
+            return Ok(ColumnNames { names, text_lists, ..ColumnNames::default() });
         }
         let dialect = self.dialect;
         let file = self.file.clone();

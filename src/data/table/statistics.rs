@@ -129,7 +129,9 @@ impl StatisticsPass<'_> {
     fn empty(&self) -> TableStatistics {
         let columns = self.columns.iter().map(|column| match column.kind {
             ColumnKind::Number => ColumnStatistics::Number(Moments::default()),
-            ColumnKind::Category => ColumnStatistics::Category(CategoryCounts::default()),
+            ColumnKind::Category | ColumnKind::Labels | ColumnKind::Flag => {
+                ColumnStatistics::Category(CategoryCounts::default())
+            }
         });
         TableStatistics { rows: 0, skipped_rows: 0, columns: columns.collect() }
     }
@@ -137,7 +139,7 @@ impl StatisticsPass<'_> {
     fn scan_partition(&self, reader: &dyn TableReader, part: usize) -> Result<TableStatistics, DataError> {
         let mut found = self.empty();
         // Numeric columns need no map, and there may be very many of them.
-        let categories = self.columns.iter().rposition(|column| column.kind == ColumnKind::Category);
+        let categories = self.columns.iter().rposition(|column| column.kind != ColumnKind::Number);
         let mut counts: Vec<HashMap<String, u64>> =
             vec![HashMap::new(); categories.map_or(0, |last| last + 1)];
         let mut numbers = vec![0.0; self.columns.len()];
@@ -159,8 +161,18 @@ impl StatisticsPass<'_> {
                 match column {
                     ColumnStatistics::Number(moments) if x.is_nan() => moments.missing += 1,
                     ColumnStatistics::Number(moments) => moments.push(x),
+                    ColumnStatistics::Category(_) if self.columns[i].kind == ColumnKind::Labels => {
+                        let mut labels = self.parser.labels(cells.cell(i)).unwrap_or_default();
+                        labels.sort_unstable();
+                        labels.dedup();
+                        labels.into_iter().for_each(|label| *counts[i].entry(label).or_default() += 1);
+                    }
                     ColumnStatistics::Category(counts) if self.parser.is_missing(cells.cell(i)) => {
                         counts.missing += 1
+                    }
+                    ColumnStatistics::Category(_) if self.columns[i].kind == ColumnKind::Flag => {
+                        let present = self.parser.flag(cells.cell(i)) == Some(true);
+                        *counts[i].entry(if present { "1" } else { "0" }.to_owned()).or_default() += 1;
                     }
                     ColumnStatistics::Category(_) => {
                         let value = self.parser.category(cells.cell(i));
@@ -168,10 +180,10 @@ impl StatisticsPass<'_> {
                             Some(count) => *count += 1,
                             None => drop(counts[i].insert(value.into_owned(), 1)),
                         }
-                        if counts[i].len() > self.settings.max_categories {
-                            return Err(self.too_many_categories(i));
-                        }
                     }
+                }
+                if counts.get(i).is_some_and(|counts| counts.len() > self.settings.max_categories) {
+                    return Err(self.too_many_categories(i));
                 }
             }
             Ok(())
@@ -188,7 +200,9 @@ impl StatisticsPass<'_> {
     fn check_row(&self, cells: &dyn RowCells, numbers: &mut [f64]) -> Result<(), DataError> {
         for (i, column) in self.columns.iter().enumerate() {
             let cell = cells.cell(i);
-            if self.parser.is_missing(cell) {
+            if column.kind == ColumnKind::Labels {
+                self.check_labels(cells, i)?;
+            } else if self.parser.is_missing(cell) {
                 if !self.settings.fills(column) {
                     return Err(cells.cell_error(i, super::expected_present(column)));
                 }
@@ -203,6 +217,13 @@ impl StatisticsPass<'_> {
                     }
                     None => return Err(cells.cell_error(i, column.notation.expected().into())),
                 };
+                if column.weight && numbers[i] < 0.0 {
+                    return Err(cells.cell_error(i, super::EXPECTED_WEIGHT.into()));
+                }
+            } else if column.kind == ColumnKind::Flag {
+                if self.parser.flag(cell).is_none() {
+                    return Err(cells.cell_error(i, super::EXPECTED_FLAG.into()));
+                }
             } else if !self.parser.is_readable(cell) {
                 return Err(cells.cell_error(i, super::EXPECTED_UTF8.into()));
             } else if self.parser.category(cell).len() > MAX_CATEGORY_BYTES {
@@ -210,6 +231,20 @@ impl StatisticsPass<'_> {
             }
         }
         Ok(())
+    }
+
+    fn check_labels(&self, cells: &dyn RowCells, i: usize) -> Result<(), DataError> {
+        let cell = cells.cell(i);
+        if !self.parser.is_readable(cell) {
+            return Err(cells.cell_error(i, super::EXPECTED_UTF8.into()));
+        }
+        match self.parser.labels(cell) {
+            None => Err(cells.cell_error(i, super::expected_present(&self.columns[i]))),
+            Some(labels) if labels.iter().any(|label| label.len() > MAX_CATEGORY_BYTES) => {
+                Err(cells.cell_error(i, format!("labels of at most {MAX_CATEGORY_BYTES} bytes")))
+            }
+            Some(_) => Ok(()),
+        }
     }
 
     fn merge(&self, total: &mut TableStatistics, part: TableStatistics) -> Result<(), DataError> {

@@ -83,6 +83,7 @@ fn network(d: &mut ParamRegistry, sizes: TestSizes) -> Network {
         width,
         classes: CLASSES,
         smoothing: 0.0,
+        focal_gamma: 0.0,
         class_weights: None,
     };
     Network { blocks: nodes.into_iter().enumerate().map(block).collect(), loss: Box::new(loss) }
@@ -132,7 +133,7 @@ fn gradients_match_finite_differences() {
         offload: None,
     };
     network.forward_backward(&exec(Mode::Train), Some(&batch)).unwrap();
-    let loss = || network.evaluate(&exec(Mode::Eval), Some(&batch)).unwrap().read().unwrap().loss;
+    let loss = || network.evaluate(&exec(Mode::Eval), Some(&batch), false).unwrap().0.read().unwrap().loss;
     for (i, (weight, grad)) in subject.store.weight_views().iter().zip(subject.store.grad_views()).enumerate()
     {
         assert_gradient(&subject.store.layout.params.spec(i).name, grad, finite_differences(weight, &loss));

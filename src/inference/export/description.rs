@@ -11,7 +11,9 @@ pub(super) const FILE: &str = "model.json";
 /// Class names, if the model classifies.
 pub(super) fn classes<'a>(source: &'a ExportSource) -> Option<&'a [String]> {
     match &source.features.target {
-        TargetSpec::Class { names } | TargetSpec::MixedClass { names } => Some(names),
+        TargetSpec::Class { names } | TargetSpec::MixedClass { names } | TargetSpec::MultiLabel { names } => {
+            Some(names)
+        }
         TargetSpec::Values { .. } | TargetSpec::Tokens => None,
     }
 }
@@ -38,6 +40,9 @@ fn target(source: &ExportSource) -> Value {
     match &source.features.target {
         TargetSpec::Class { names } | TargetSpec::MixedClass { names } => {
             json!({ "kind": "class", "classes": names })
+        }
+        TargetSpec::MultiLabel { names } => {
+            json!({ "kind": "labels", "labels": names, "activation": "sigmoid" })
         }
         TargetSpec::Values { len } => json!({ "kind": "values", "len": len }),
         TargetSpec::Tokens => json!({ "kind": "next_token" }),

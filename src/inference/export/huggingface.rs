@@ -11,7 +11,7 @@ use super::folder::ExportFolder;
 use super::tokenizer::ExportedTokenizer;
 use super::weights::{TensorMapping, Transform, WeightDtype, all_specs};
 use super::{ExportSource, norm_eps};
-use crate::base::features::InputSpec;
+use crate::base::features::{InputSpec, TargetSpec};
 use crate::job::{BertConfig, GptConfig, ImageFit, LlamaConfig, ModelConfig, VitConfig};
 use crate::models::BuiltModel;
 use crate::params::{ParamLayout, TensorSpec};
@@ -166,6 +166,9 @@ fn config(
             names.iter().enumerate().map(|(id, name)| (name.clone(), json!(id))).collect();
         config["id2label"] = by_id.into();
         config["label2id"] = by_name.into();
+        if let TargetSpec::MultiLabel { .. } = source.features.target {
+            config["problem_type"] = "multi_label_classification".into();
+        }
     }
     config["torch_dtype"] = torch_dtype(dtype).into();
     Some(config)

@@ -143,7 +143,7 @@ fn outputs(source: &ExportSource) -> ValueInfo {
         _ => 0,
     };
     match &source.features.target {
-        TargetSpec::Class { names } | TargetSpec::MixedClass { names } => {
+        TargetSpec::Class { names } | TargetSpec::MixedClass { names } | TargetSpec::MultiLabel { names } => {
             ValueInfo::new(LOGITS, FLOAT, &[BATCH, Dim::Fixed(names.len())])
         }
         TargetSpec::Values { len } => ValueInfo::new(VALUES, FLOAT, &[BATCH, Dim::Fixed(*len)]),

@@ -69,6 +69,17 @@ impl SourceConfig {
         }
     }
 
+    /// What separates the labels of a sample, if the job says it.
+    pub fn label_separator(&self) -> Option<&str> {
+        match self {
+            Self::Csv(CsvConfig { columns, .. })
+            | Self::Json(JsonConfig { columns, .. })
+            | Self::Parquet(ParquetConfig { columns, .. }) => columns.label_separator.as_deref(),
+            Self::Images(s) => s.label_separator.as_deref(),
+            _ => None,
+        }
+    }
+
     /// Augmentation, if the samples are images.
     pub fn augment(&self) -> Option<&AugmentConfig> {
         match self {

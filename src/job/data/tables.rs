@@ -43,7 +43,7 @@ pub struct CsvConfig {
 
 /// Tables in JSON: an array of objects, or one object per line; plain or compressed, read sequentially. The columns are
 /// the fields of the first 1000 records in alphabetical order; nested fields are called `a.b`, the values of a list
-/// `a.0`, `a.1` and so on.
+/// `a.0`, `a.1` and so on. A list of texts is one column, for labels.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct JsonConfig {
     #[serde(flatten)]
@@ -64,17 +64,26 @@ pub struct ParquetConfig {
 /// The columns of a table.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct ColumnsConfig {
-    /// The column to predict, classes or numbers; or a list of numeric columns.
+    /// The column to predict, classes or numbers; or a list of columns: numbers, or with `task = "labels"` 1 or 0 for each
+    /// label.
     #[schemars(transform = any_number)]
     pub target: OneOrMany<String>,
     /// Classification or regression.
     #[serde(default)]
     pub task: Task,
-    /// The classes in order; by default those of the training rows, in numeric or alphabetical order.
+    /// What separates the labels of a target with several per row, as `|` does in `red|round`; spaces around them do not
+    /// count, and an empty cell has none. A cell may also be a list: of JSON, of Parquet, or a text such as `["a", "b"]`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub label_separator: Option<String>,
+    /// A column of sample weights, 0 or more, which is no input: the loss of an update is the weighted mean over all of its
+    /// samples. Metrics other than the loss count every sample once. A missing, negative or infinite weight is a bad record.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub weight: Option<String>,
+    /// The classes or labels in order; by default those of the training rows, in numeric or alphabetical order.
     #[serde(default, skip_serializing_if = "Vec::is_empty", deserialize_with = "list_of_one_or_many")]
     #[schemars(extend("uniqueItems" = true), transform = one_or_list)]
     pub classes: Vec<String>,
-    /// Input columns; by default all but the target and `ignore`. Their order is that of the file.
+    /// Input columns; by default all but the target, `weight` and `ignore`. Their order is that of the file.
     #[serde(default, skip_serializing_if = "Vec::is_empty", deserialize_with = "list_of_one_or_many")]
     #[schemars(extend("uniqueItems" = true), transform = one_or_list)]
     pub columns: Vec<String>,
@@ -216,12 +225,14 @@ pub enum Dates {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Task {
-    /// `classes` if `classes` are given, or if the first rows have text or at most 20 distinct whole numbers, each
+    /// `labels` if `label_separator` is given or the target holds lists of texts; `classes` if `classes` are given, or if the first rows have text or at most 20 distinct whole numbers, each
     /// twice on average; otherwise `values`.
     #[default]
     Auto,
-    /// Classification.
+    /// Classification: one class per row.
     Classes,
+    /// Classification with any number of labels per row: one column of lists, or a column of 1 and 0 for each label.
+    Labels,
     /// Regression: one number or several.
     Values,
 }

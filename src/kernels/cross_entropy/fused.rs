@@ -186,7 +186,7 @@ mod tests {
     }
 
     fn head(weight: &Tensor) -> LinearCrossEntropy<'_> {
-        LinearCrossEntropy { weight, bias: None, smoothing: 0.0, class_weights: None }
+        LinearCrossEntropy { weight, bias: None, smoothing: 0.0, focal_gamma: 0.0, class_weights: None }
     }
 
     fn targets(of: impl Fn(usize) -> u32) -> Tensor {

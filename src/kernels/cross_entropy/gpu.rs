@@ -51,7 +51,7 @@ impl LinearCrossEntropy<'_> {
         let (classes, width) = self.weight.dims2()?;
         let rows = x.elem_count() / width;
         let per_row = targets.elem_count() / rows.max(1);
-        if ![1, 3].contains(&per_row) || per_row * rows != targets.elem_count() {
+        if ![1, 2, 3].contains(&per_row) || per_row * rows != targets.elem_count() {
             bail!("{} target values for {rows} rows", targets.elem_count())
         }
         let (chunk, stride) = (cuda_chunk_rows(x.dtype(), rows, classes), cuda_logit_stride(classes));
@@ -102,6 +102,7 @@ impl LinearCrossEntropy<'_> {
                 padded_classes: padded_classes as c_int,
                 per_row: per_row as c_int,
                 smoothing: self.smoothing,
+                focal_gamma: self.focal_gamma,
                 class_weight_sum,
                 scale: backward.map_or(0.0, |(scale, ..)| scale),
             };
@@ -139,7 +140,7 @@ impl LinearCrossEntropy<'_> {
 
 impl ClassWeights {
     /// Uploaded by the first pass that needs them, which is never captured, and kept.
-    fn to_device(&self, device: &Device) -> Result<Tensor> {
+    pub(in crate::kernels) fn to_device(&self, device: &Device) -> Result<Tensor> {
         if let Some(tensor) = self.uploaded.get() {
             return Ok(tensor.clone());
         }
@@ -167,6 +168,7 @@ struct CrossEntropyArgs {
     padded_classes: c_int,
     per_row: c_int,
     smoothing: f64,
+    focal_gamma: f64,
     class_weight_sum: f64,
     scale: f64,
 }

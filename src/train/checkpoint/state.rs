@@ -10,6 +10,7 @@ use crate::data::fingerprint::DataFingerprint;
 use crate::data::order::Cursor;
 use crate::events::nullable;
 use crate::job::OptimizerKind;
+use crate::layers::loss::MetricSums;
 use crate::optim::grad_scaler::GradScaler;
 use crate::planner::ExecutionPlan;
 use crate::train::early_stop::StopProgress;
@@ -47,6 +48,9 @@ pub struct CheckpointState {
     /// What decides whether the run stops early.
     #[serde(default)]
     pub stop: StopProgress,
+    /// Sums over the updates since the last evaluation.
+    #[serde(default)]
+    pub train_sums: MetricSums,
     /// These weights were due for an evaluation whose result is not in this state yet: a resumed run evaluates first.
     pub evaluation_due: bool,
     /// An evaluation waits for the next update whose gradient does not overflow.

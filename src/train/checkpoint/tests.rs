@@ -44,6 +44,7 @@ fn state(step: u64) -> CheckpointState {
         backoff: Backoff::default(),
         best: None,
         stop: Default::default(),
+        train_sums: Default::default(),
         evaluation_due: true,
         evaluation_deferred: false,
         grad_scaler: GradScaler::disabled(),

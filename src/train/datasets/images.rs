@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use super::inference::Samples;
 use super::{Datasets, Failure};
+use crate::base::features::TargetSpec;
 use crate::base::units::counted;
 use crate::data::fingerprint::FingerprintInput;
 use crate::data::idx::{self, IdxDataset};
@@ -62,7 +63,11 @@ pub(super) fn inputs(s: &job::ImagesConfig) -> Result<Vec<FingerprintInput>, Fai
 }
 
 fn columns(s: &job::ImagesConfig) -> LabelColumns {
-    LabelColumns { path: s.path_column.clone(), label: s.label_column.clone() }
+    LabelColumns {
+        path: s.path_column.clone(),
+        label: s.label_column.clone(),
+        separator: s.label_separator.clone(),
+    }
 }
 
 pub(super) fn images(
@@ -128,7 +133,8 @@ fn eval_pipeline(s: &job::ImagesConfig) -> Result<Pipeline, Failure> {
 
 fn image_options(s: &job::ImagesConfig, readers: usize) -> ImageOptions {
     let (channels, max_pixels, columns) = (s.channels, s.max_pixels, columns(s));
-    ImageOptions { channels, size: image_size(s), max_pixels, columns, readers }
+    let multi_label = s.label_separator.is_some();
+    ImageOptions { channels, size: image_size(s), max_pixels, columns, multi_label, readers }
 }
 
 fn dataset(files: Arc<ImageFiles>, pipeline: &Pipeline, buffer: u64) -> Arc<dyn Dataset> {
@@ -141,13 +147,15 @@ fn dataset(files: Arc<ImageFiles>, pipeline: &Pipeline, buffer: u64) -> Arc<dyn 
 /// Images for a trained model with these classes, augmented for test time.
 pub(super) fn open_trained(
     s: &job::ImagesConfig,
-    classes: &[String],
+    target: &TargetSpec,
     readers: usize,
     (samples, augmentation): (Samples, transforms::Augmentation),
     opening: &DatasetContext,
 ) -> Result<Arc<dyn Dataset>, Failure> {
-    let (pipeline, options) = (eval_pipeline(s)?.augmented(augmentation)?, image_options(s, readers));
-    let classes = ClassNames::from_names(classes);
+    let multi_label = matches!(target, TargetSpec::MultiLabel { .. });
+    let options = ImageOptions { multi_label, ..image_options(s, readers) };
+    let pipeline = eval_pipeline(s)?.augmented(augmentation)?;
+    let classes = ClassNames::from_names(target.names());
     let labelled = |files: &[PathBuf]| {
         let files = ImageFiles::open(files, options.clone(), Some(&classes), opening)?;
         Ok::<_, Failure>(dataset(Arc::new(files), &pipeline, SEQUENTIAL_WINDOW_BYTES))

@@ -5,7 +5,6 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use super::{Datasets, Failure, generated, images, language, readers, tables};
-use crate::base::features::TargetSpec;
 use crate::data::preprocessing::Preprocessing;
 use crate::data::transforms::Augmentation;
 use crate::data::views::TestTimeViews;
@@ -93,7 +92,8 @@ impl TrainedOn<'_> {
                 unreachable!("a table was opened above")
             }
             SourceConfig::Images(s) => {
-                images::open_trained(s, self.class_names(), readers(job), (samples, augmentation), opening)
+                let target = &self.preprocessing.features.target;
+                images::open_trained(s, target, readers(job), (samples, augmentation), opening)
             }
             SourceConfig::Idx(s) => {
                 images::open_trained_idx(s, readers(job), (samples, augmentation), opening)
@@ -123,10 +123,7 @@ impl TrainedOn<'_> {
     }
 
     fn class_names(&self) -> &[String] {
-        match &self.preprocessing.features.target {
-            TargetSpec::Class { names } | TargetSpec::MixedClass { names } => names,
-            TargetSpec::Values { .. } | TargetSpec::Tokens => &[],
-        }
+        self.preprocessing.features.target.names()
     }
 
     /// The job with the tokenizer of the checkpoint, on these files.

@@ -11,6 +11,7 @@ use crate::data::table::{
 };
 use crate::data::{Dataset, DatasetContext, split};
 use crate::job::{self, FilesConfig, Job, LoaderConfig, OnBadRecord, SourceConfig};
+use crate::metrics::task::TargetScale;
 
 /// The table of a job: its files, their format, and what the job says of the columns.
 pub struct TableSource<'a> {
@@ -60,6 +61,7 @@ impl<'a> TableSource<'a> {
         samples: Samples,
         opening: &DatasetContext,
     ) -> Result<Arc<dyn Dataset>, Failure> {
+        let schema = &schema.without_weight();
         let open = |files: &[PathBuf], schema: &TableSchema| {
             table::open_with_schema(files, self.format, &self.settings, schema, opening)
         };
@@ -128,6 +130,8 @@ fn csv_settings(s: &job::CsvConfig, loading: &LoaderConfig) -> TableSettings {
 fn settings(columns: &job::ColumnsConfig, loading: &LoaderConfig) -> TableSettings {
     TableSettings {
         target: columns.target.to_vec(),
+        weight: columns.weight.clone(),
+        label_separator: columns.label_separator.clone(),
         columns: columns.columns.clone(),
         ignore: columns.ignore.clone(),
         categorical: columns.categorical.clone(),
@@ -135,6 +139,7 @@ fn settings(columns: &job::ColumnsConfig, loading: &LoaderConfig) -> TableSettin
         task: match columns.task {
             job::Task::Auto => TableTask::Auto,
             job::Task::Classes => TableTask::Classification,
+            job::Task::Labels => TableTask::MultiLabel,
             job::Task::Values => TableTask::Regression,
         },
         classes: columns.classes.clone(),
@@ -155,5 +160,18 @@ fn settings(columns: &job::ColumnsConfig, loading: &LoaderConfig) -> TableSettin
         standardise: columns.standardise,
         skip_bad: loading.on_bad_record == OnBadRecord::Skip,
         ..TableSettings::default()
+    }
+}
+
+/// Name, mean and standard deviation of each of `len` regression targets.
+pub fn target_scales(job: &Job, schema: Option<&TableSchema>, len: usize) -> Vec<TargetScale> {
+    match (schema, TableSource::of(job)) {
+        (Some(schema), Some(source)) => {
+            let predicted = schema.columns.iter().filter(|column| column.target && !column.weight);
+            let scales = schema.target_scales(&source.settings).into_iter();
+            let scale = |(name, (mean, std))| TargetScale { name, mean, std };
+            predicted.map(|column| column.name.clone()).zip(scales).map(scale).collect()
+        }
+        _ => (0..len).map(|i| TargetScale { name: format!("target {i}"), mean: 0.0, std: 1.0 }).collect(),
     }
 }

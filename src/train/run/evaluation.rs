@@ -7,17 +7,18 @@ use super::context::RunContext;
 use super::memory::MemoryControl;
 use super::skipped_records::SkippedRecordLog;
 use super::{UpdateError, ended_early, mean_loss};
-use crate::base::features::TargetSpec;
+use crate::base::features::{Features, TargetSpec};
 use crate::base::{Phase, Role};
 use crate::data::bad_records::DatasetSplit;
 use crate::data::loader::Loader;
 use crate::data::order::Cursor;
 use crate::events::activity::Work;
 use crate::events::event::Event;
-use crate::job::Metric;
 use crate::layers::loss::MetricSums;
+use crate::planner::estimate::EVALUATION_METRICS;
 use crate::train::Failure;
 use crate::train::early_stop::StopProgress;
+use crate::train::validation_metrics::ValidationMetrics;
 
 #[derive(Default)]
 pub(super) struct Evaluation {
@@ -29,6 +30,8 @@ pub(super) struct Evaluation {
     pub best: Option<(f64, u64)>,
     /// What decides whether the run stops early.
     pub stop: StopProgress,
+    /// Sums over the updates since the last evaluation.
+    pub train_sums: MetricSums,
 }
 
 impl Evaluation {
@@ -61,10 +64,10 @@ impl Evaluation {
     ) -> Result<EvaluationOutcome, Failure> {
         let (setup, begun) = (ctx.setup, Instant::now());
         ctx.engine.swap_average()?;
-        let (mut metric_sums, mut done) = (MetricSums::default(), 0);
+        let (mut metrics, mut done) = (None, 0);
         ctx.begin(Work::Evaluation, setup.datasets.valid.len());
         loop {
-            match evaluate_from(ctx, skipped, &mut done, &mut metric_sums) {
+            match evaluate_from(ctx, skipped, &mut done, &mut metrics) {
                 Ok(true) => break,
                 Ok(false) => {
                     ctx.engine.swap_average()?;
@@ -77,12 +80,8 @@ impl Evaluation {
         memory.reset_retries();
         ctx.report_cudnn_disabled()?;
         ctx.engine.swap_average()?;
-        // A regression target has no class to count as correct.
-        let requested: &[Metric] = match setup.features().target {
-            TargetSpec::Values { .. } => &[],
-            _ => &setup.job.eval.metrics,
-        };
-        self.metrics = metrics_of(&metric_sums, requested);
+        self.metrics = metrics.unwrap_or_else(|| ValidationMetrics::new(setup)).finish()?;
+        self.metrics.extend(train_metrics(&std::mem::take(&mut self.train_sums), setup.features()));
         self.due = false;
         let step = ctx.position.step;
         ctx.record(Event::Eval {
@@ -93,10 +92,10 @@ impl Evaluation {
             eval_s: begun.elapsed().as_secs_f64(),
         })?;
         let watched = setup.job.stop.metric.unwrap_or(setup.job.checkpoint.best);
-        let value = self.metrics.get(watched.name()).copied().unwrap_or(f64::NAN);
+        let value = self.metrics.get(&watched.name()).copied().unwrap_or(f64::NAN);
         self.stop.count(value, watched, &setup.job.stop);
         let rank = setup.job.checkpoint.best;
-        let value = self.metrics.get(rank.name()).copied().unwrap_or(f64::NAN);
+        let value = self.metrics.get(&rank.name()).copied().unwrap_or(f64::NAN);
         let better = self.best.is_none_or(|(best, _)| rank.improves(value, best)) && !value.is_nan();
         if better {
             self.best = Some((value, step));
@@ -132,11 +131,11 @@ fn try_warm_up(ctx: &RunContext) -> Result<(), UpdateError> {
 
 /// Evaluates the samples after the first `done`, which it advances: after an OOM the rest is evaluated under another
 /// plan. Returns whether all were evaluated, and not a stop requested.
-fn evaluate_from(
-    ctx: &mut RunContext,
+fn evaluate_from<'a>(
+    ctx: &mut RunContext<'a>,
     skipped: &mut SkippedRecordLog,
     done: &mut u64,
-    metric_sums: &mut MetricSums,
+    metrics: &mut Option<ValidationMetrics<'a>>,
 ) -> Result<bool, UpdateError> {
     let (setup, plan, samples) = (ctx.setup, ctx.engine.plan(), ctx.setup.datasets.valid.len());
     ctx.engine.ledger.set_phase(Phase::Eval);
@@ -144,6 +143,11 @@ fn evaluate_from(
     let prefetch_bytes = setup.loader_bytes(micro_batch, plan.prefetch);
     let hold = ctx.engine.host_ledger.reserve(Role::DataPipeline, "evaluation prefetch", prefetch_bytes);
     let _hold = hold.map_err(UpdateError::Oom)?;
+    let metric_bytes = setup.metrics.bytes;
+    let hold = (metric_bytes > 0)
+        .then(|| ctx.engine.host_ledger.reserve(Role::DataPipeline, EVALUATION_METRICS, metric_bytes));
+    let _metrics = hold.transpose().map_err(UpdateError::Oom)?;
+    let metrics = metrics.get_or_insert_with(|| ValidationMetrics::new(setup));
     let from = Cursor { update: 0, done: *done };
     let options = setup.loader_options(micro_batch, plan.prefetch);
     let source = setup.datasets.valid.clone();
@@ -156,7 +160,8 @@ fn evaluate_from(
         let batch = loader.next().map_err(|error| ctx.map_data_error(error))?;
         let batch = batch.ok_or_else(|| Failure::Data(ended_early()))?;
         if !batch.ids.is_empty() {
-            *metric_sums += ctx.engine.evaluate(&batch)?;
+            let (sums, outputs) = ctx.engine.evaluate(&batch)?;
+            metrics.push(setup.datasets.valid.as_ref(), &batch, sums, &outputs)?;
         }
         *done += batch.consumed;
         ctx.advance(batch.consumed);
@@ -166,12 +171,17 @@ fn evaluate_from(
     Ok(true)
 }
 
-fn metrics_of(metric_sums: &MetricSums, requested: &[Metric]) -> BTreeMap<String, f64> {
-    let fraction = |n: u64| n as f64 / metric_sums.count as f64;
-    let of = |metric: &Metric| match metric {
-        Metric::Accuracy => fraction(metric_sums.top1),
-        Metric::Top5 => fraction(metric_sums.top5),
-    };
-    let named = requested.iter().map(|metric| (format!("valid.{}", metric.name()), of(metric)));
-    named.chain([("valid.loss".to_owned(), mean_loss(metric_sums))]).collect()
+/// Loss and accuracy of the training samples since the last evaluation, as they were seen: each before its update, with
+/// dropout and augmentation.
+fn train_metrics(sums: &MetricSums, features: &Features) -> BTreeMap<String, f64> {
+    if sums.count == 0 {
+        return BTreeMap::new();
+    }
+    let mut metrics = BTreeMap::from([("train.loss".to_owned(), mean_loss(sums))]);
+    // Training counts no correct tokens: the fused kernel of a language model does not rank its logits.
+    let has_accuracy = !matches!(features.target, TargetSpec::Values { .. } | TargetSpec::Tokens);
+    if has_accuracy {
+        metrics.insert("train.accuracy".to_owned(), sums.top1 as f64 / sums.count as f64);
+    }
+    metrics
 }

@@ -79,7 +79,7 @@ fn fingerprint(
     )?;
     let features = setup.features();
     let classes = match &features.target {
-        TargetSpec::Class { names } => names.clone(),
+        TargetSpec::Class { names } | TargetSpec::MultiLabel { names } => names.clone(),
         _ => Vec::new(),
     };
     let vocabulary = match features.input {
@@ -261,6 +261,7 @@ impl Run<'_> {
                 metrics: state.metrics,
                 best: state.best,
                 stop: state.stop,
+                train_sums: state.train_sums,
             };
             self.deferred.evaluation = state.evaluation_deferred;
             self.checkpoints.resume(state.step, path, state.best.map(|(_, step)| step));

@@ -139,6 +139,9 @@ impl Run<'_> {
             let (ctx, epoch) = (&mut self.ctx, update.epoch);
             return Err(self.checkpoints.divergence_failure(ctx, &stats, step, epoch, update.ids));
         }
+        if stats.is_finite() {
+            self.evaluation.train_sums += stats.metrics;
+        }
         if stats.is_finite() && self.checkpoints.record_finite(step) {
             self.prune_checkpoints()?;
         }

@@ -86,6 +86,15 @@ pub enum ColumnSpec {
         classes: usize,
         text: bool,
     },
+    /// The target: any number of labels, with this between them.
+    Labels {
+        labels: usize,
+        separator: &'static str,
+    },
+    /// The target: whether the row has a label.
+    Flag,
+    /// Sample weights.
+    Weight,
 }
 
 /// A field of a row.
@@ -114,6 +123,19 @@ impl ColumnSpec {
             ColumnSpec::Class { classes, text } => {
                 GeneratedCell::Text(Self::class((row + draw.below(2)) % classes, text))
             }
+            ColumnSpec::Labels { labels, separator } => {
+                // Every label in turn, sometimes a second one.
+                let second = draw.below(labels);
+                let count = if draw.chance(0.5) { 2 } else { 1 };
+                let names: Vec<String> = [row % labels, second]
+                    .iter()
+                    .take(count)
+                    .map(|label| Self::class(*label, true))
+                    .collect();
+                GeneratedCell::Text(names.join(separator))
+            }
+            ColumnSpec::Flag => GeneratedCell::Number(((row + draw.below(2)) % 2) as f64),
+            ColumnSpec::Weight => GeneratedCell::Number(draw.float(0.0, 3.0)),
         }
     }
 }
@@ -218,8 +240,12 @@ impl TableSpec {
             .iter()
             .enumerate()
             .map(|(i, column)| match column {
-                ColumnSpec::Number { .. } => format!("optional double column_{i};"),
-                ColumnSpec::Category { .. } | ColumnSpec::Class { text: true, .. } => {
+                ColumnSpec::Number { .. } | ColumnSpec::Flag | ColumnSpec::Weight => {
+                    format!("optional double column_{i};")
+                }
+                ColumnSpec::Category { .. }
+                | ColumnSpec::Class { text: true, .. }
+                | ColumnSpec::Labels { .. } => {
                     format!("optional binary column_{i} (utf8);")
                 }
                 ColumnSpec::Class { .. } => format!("required int32 column_{i};"),
@@ -252,7 +278,7 @@ impl TableSpec {
                 });
                 let Some(mut writer) = group.next_column()? else { break };
                 match column {
-                    ColumnSpec::Number { .. } => {
+                    ColumnSpec::Number { .. } | ColumnSpec::Flag | ColumnSpec::Weight => {
                         let values: Vec<f64> = cells()
                             .filter_map(|cell| {
                                 if let GeneratedCell::Number(value) = cell { Some(*value) } else { None }

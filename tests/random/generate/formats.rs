@@ -3,8 +3,50 @@
 use toml::{Table, Value};
 
 use super::{ModelAndData, TableExt};
-use crate::random::data::{ChatSpec, DataSpec, TableFormat, TableSpec, TokenFileSpec};
+use crate::random::data::{ChatSpec, ColumnSpec, DataSpec, TableFormat, TableSpec, TokenFileSpec};
 use crate::random::draw::Draw;
+
+/// Turns the target of some tables and images into labels, of which a sample has any number, and adds sample weights.
+pub fn choose_targets(draw: &mut Draw, parts: &mut ModelAndData) {
+    let data = &mut parts.data;
+    match &mut parts.files {
+        DataSpec::Table(table) => {
+            let target = data.get("target").cloned();
+            let single = target.as_ref().is_some_and(Value::is_str);
+            let name = |i: usize| if table.header { format!("column_{i}") } else { i.to_string() };
+            if let Some(last) = table.columns.last_mut()
+                && single
+                && draw.chance(0.25)
+                && let ColumnSpec::Class { classes, text: true } = *last
+            {
+                *last = ColumnSpec::Labels { labels: classes, separator: "+" };
+                data.set("label_separator", "+");
+                data.remove("task");
+                if draw.chance(0.5) {
+                    data.set("task", draw.pick(&["labels", "auto"]));
+                }
+            } else if !parts.classes && !single && draw.chance(0.4) {
+                let is_target = |column: &ColumnSpec| matches!(column, ColumnSpec::Number { .. });
+                let targets = target.as_ref().and_then(Value::as_array).map_or(0, Vec::len);
+                let columns = table.columns.iter_mut().rev().take(targets);
+                columns.filter(|column| is_target(column)).for_each(|column| *column = ColumnSpec::Flag);
+                data.set("task", "labels");
+            }
+            if draw.chance(0.25) {
+                data.set("weight", name(table.columns.len()));
+                table.columns.push(ColumnSpec::Weight);
+            }
+        }
+        DataSpec::Images(_) => {
+            let augment = data.get("augment").and_then(Value::as_table);
+            let mixes = augment.is_some_and(|keys| keys.contains_key("mixup") || keys.contains_key("cutmix"));
+            if !mixes && draw.chance(0.15) {
+                data.set("label_separator", "+");
+            }
+        }
+        _ => {}
+    }
+}
 
 pub fn choose(draw: &mut Draw, parts: &mut ModelAndData) {
     match &mut parts.files {

@@ -100,6 +100,7 @@ pub fn case(seed: u64, scale: Scale) -> GeneratedJob {
     let heavy = disturbed && scale == Scale::Small && draw.chance(0.5);
     let mut parts = source::model_and_data(&mut draw, scale, MODELS[place], heavy);
     formats::choose(&mut Draw::new(seed, "formats"), &mut parts);
+    formats::choose_targets(&mut Draw::new(seed, "targets"), &mut parts);
     let trial = disturbed.then(|| Disturbance {
         budget_fraction: draw.pick(&[0.9, 0.7, 0.5]),
         kill: draw.pick(&[KillMode::Worker, KillMode::Whole, KillMode::Signal]),

@@ -68,7 +68,8 @@ pub fn case(
     if draw.chance(0.6) {
         job.set("memory", memory(draw));
     }
-    let (eval, measured) = eval(draw, updates, classes);
+    let (mut eval, _) = eval(draw, updates, classes);
+    let measured = set_metrics(&mut Draw::new(seed, "metrics"), &mut eval, &job, classes);
     job.set("eval", eval);
     job.set("checkpoint", checkpoint(draw, updates, &measured));
     if apart.chance(0.3) {
@@ -86,11 +87,57 @@ pub fn case(
     GeneratedJob { seed, job, files, threads, needs_initial_weights: begins_with_weights, disturbance: trial }
 }
 
+/// The metrics that the job's task certainly has.
+fn task_metrics(data: &Table, classes: bool) -> &'static [&'static str] {
+    let text = |key: &str| data.get(key).and_then(Value::as_str).unwrap_or_default();
+    let is_table = matches!(text("kind"), "csv" | "json" | "parquet");
+    match text("task") {
+        task if task == "labels" || data.contains_key("label_separator") => {
+            &["accuracy", "f1_micro", "f1_macro", "average_precision"]
+        }
+        _ if is_table && !classes => &["rmse", "mae", "r2"],
+        // Unless the job says so, the first rows decide whether numbers are classes.
+        task if is_table && task != "classes" => &[],
+        _ if classes => {
+            &["accuracy", "top5", "precision", "recall", "f1", "roc_auc", "log_loss", "calibration_error"]
+        }
+        _ => &["accuracy", "top5", "perplexity", "bits_per_byte"],
+    }
+}
+
+/// Drawn apart from the rest of a job, which stays as it is.
+fn set_metrics(draw: &mut Draw, eval: &mut Table, job: &Table, classes: bool) -> Vec<&'static str> {
+    let known = job["data"].as_table().map_or(&[][..], |data| task_metrics(data, classes));
+    eval.remove("metrics");
+    let measured = if known.is_empty() { Vec::new() } else { draw.subset(known) };
+    if !known.is_empty() && draw.chance(0.6) {
+        eval.set("metrics", Value::Array(measured.iter().map(|&name| Value::from(name)).collect()));
+    }
+    measured
+}
+
 /// The loss and what belongs to it. Drawn apart from the rest of a job, which stays as it is.
 fn set_loss(draw: &mut Draw, train: &mut Table, job: &Table, classes: bool) {
     let data = job["data"].as_table().cloned().unwrap_or_default();
     let kind = data.get("kind").and_then(Value::as_str).unwrap_or_default();
     let is_table = matches!(kind, "csv" | "json" | "parquet");
+    let multi =
+        data.contains_key("label_separator") || data.get("task").and_then(Value::as_str) == Some("labels");
+    if multi {
+        if draw.chance(0.6) {
+            train.set("loss", draw.pick(&["auto", "bce", "focal"]));
+        }
+        if draw.chance(0.3) {
+            train.set("focal_gamma", draw.pick(&[0.0, 1.0, 2.0]));
+        }
+        if draw.chance(0.3) {
+            train.set("label_smoothing", 0.1);
+        }
+        if is_table && !data.contains_key("classes") && draw.chance(0.3) {
+            train.set("class_weights", "balanced");
+        }
+        return;
+    }
     if is_table && !classes {
         if draw.chance(0.6) {
             let loss = draw.pick(&["auto", "mse", "mae", "huber"]);

@@ -69,7 +69,7 @@ fn image_dims(source: &ExportSource) -> (usize, usize) {
         crate::base::features::InputSpec::Floats { shape } => shape.last().copied().unwrap_or(3),
         _ => 3,
     };
-    (channels, classes(source).map_or(source.features.target_len(), <[String]>::len))
+    (channels, classes(source).map_or(source.features.unweighted_target_len(), <[String]>::len))
 }
 
 const LOAD: &str = "model.load_state_dict(safetensors.torch.load_file(\"model.safetensors\"))";

@@ -1,0 +1,119 @@
+//! Several labels in one text: separated by a character or a word, or written as a list, as JSON and Python print one.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+/// Separators that a column of labels may show, the least ambiguous first.
+const SEPARATORS: [&str; 3] = ["|", ";", ","];
+
+/// The labels of a text, trimmed; empty ones do not count. Without a separator a text that is no list is one label.
+pub fn split(text: &str, separator: Option<&str>) -> Vec<String> {
+    let text = text.trim();
+    if let Some(inner) = text.strip_prefix('[').and_then(|rest| rest.strip_suffix(']')) {
+        return list(text, inner);
+    }
+    let parts: Vec<&str> = match separator {
+        Some(separator) if !separator.is_empty() => text.split(separator).collect(),
+        _ => vec![text],
+    };
+    parts.into_iter().map(str::trim).filter(|label| !label.is_empty()).map(str::to_owned).collect()
+}
+
+/// The values of a list: JSON, or what is between the commas, with or without quotes.
+fn list(text: &str, inner: &str) -> Vec<String> {
+    if let Ok(serde_json::Value::Array(values)) = serde_json::from_str(text) {
+        let label = |value: serde_json::Value| match value {
+            serde_json::Value::Null => None,
+            serde_json::Value::String(text) => Some(text.trim().to_owned()),
+            other => Some(other.to_string()),
+        };
+        return values.into_iter().filter_map(label).filter(|label| !label.is_empty()).collect();
+    }
+    let (mut labels, mut label, mut quote) = (Vec::new(), String::new(), None);
+    for c in inner.chars() {
+        match (c, quote) {
+            (c, Some(open)) if c == open => quote = None,
+            (c, Some(_)) => label.push(c),
+            ('\'' | '"', None) if label.trim().is_empty() => quote = Some(c),
+            (',', None) => labels.push(std::mem::take(&mut label)),
+            (c, None) => label.push(c),
+        }
+    }
+    labels.push(label);
+    labels.iter().map(|label| label.trim().to_owned()).filter(|label| !label.is_empty()).collect()
+}
+
+/// How the values of a column show that each holds several labels.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LabelLists {
+    /// Separated by this.
+    Separated(&'static str),
+    /// Written as `[...]`.
+    Bracketed,
+}
+
+/// Whether the distinct values of a column are lists of labels beyond doubt: every part of the values that contain a
+/// separator is a part of two values at least, as in `a|b`, `b|c`, `a`, `c`.
+pub fn detect<'a>(values: impl Iterator<Item = &'a str> + Clone) -> Option<LabelLists> {
+    let bracketed = |value: &str| value.starts_with('[') && value.ends_with(']');
+    let filled = values.clone().filter(|value| !value.trim().is_empty());
+    if filled.clone().count() > 1 && filled.clone().all(|value| bracketed(value.trim())) {
+        return Some(LabelLists::Bracketed);
+    }
+    SEPARATORS
+        .into_iter()
+        .find(|separator| repeats_parts(filled.clone(), separator))
+        .map(LabelLists::Separated)
+}
+
+fn repeats_parts<'a>(values: impl Iterator<Item = &'a str> + Clone, separator: &str) -> bool {
+    let mut seen_in: BTreeMap<&str, u32> = BTreeMap::new();
+    let mut of_lists: BTreeSet<&str> = BTreeSet::new();
+    let mut lists = 0;
+    for value in values {
+        let parts: BTreeSet<&str> = value.split(separator).map(str::trim).collect();
+        parts.iter().for_each(|part| *seen_in.entry(part).or_default() += 1);
+        if value.contains(separator) {
+            lists += 1;
+            of_lists.extend(parts);
+        }
+    }
+    lists > 1 && of_lists.len() > 1 && of_lists.iter().all(|part| seen_in[part] > 1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn texts_and_lists_are_split() {
+        for (text, separator, expected) in [
+            ("a|b c| d ", Some("|"), &["a", "b c", "d"][..]),
+            ("a, b", Some(","), &["a", "b"]),
+            ("", Some("|"), &[]),
+            ("|a||", Some("|"), &["a"]),
+            ("a|b", None, &["a|b"]),
+            (r#"["a, b", "c", 3, null]"#, None, &["a, b", "c", "3"]),
+            ("['a, b', \"it's\", c]", Some("|"), &["a, b", "it's", "c"]),
+            ("[]", None, &[]),
+        ] {
+            assert_eq!(split(text, separator), expected, "{text}");
+        }
+    }
+
+    #[test]
+    fn lists_are_recognized_only_beyond_doubt() {
+        let found = |values: &[&'static str]| detect(values.iter().copied());
+        assert_eq!(found(&["a|b", "b|c", "a", "c"]), Some(LabelLists::Separated("|")));
+        assert_eq!(found(&["red; round", "red", "round; small", "small"]), Some(LabelLists::Separated(";")));
+        assert_eq!(found(&["['a']", "['a', 'b']"]), Some(LabelLists::Bracketed));
+        for values in [
+            &["Paris, France", "Lyon, France", "Rome, Italy"][..],
+            &["a|b", "c|d"],
+            &["a|b", "a", "b"],
+            &["cat", "dog"],
+            &["<=50K", ">50K"],
+        ] {
+            assert_eq!(found(values), None, "{values:?}");
+        }
+    }
+}
