@@ -127,7 +127,7 @@ impl MultiLabelSums {
 mod tests {
     use super::*;
 
-    /// From scikit-learn 1.7 with these truths and sigmoids of these logits: f1_score(average="micro"), "macro",
+    /// From scikit-learn 1.9 with these truths and sigmoids of these logits: f1_score(average="micro"), "macro",
     /// average_precision_score(average="macro"), accuracy_score.
     #[test]
     fn values_are_those_of_scikit_learn() {
