@@ -302,13 +302,14 @@ unsafe fn transpose_tile(tile: *mut f32) {
 }
 
 /// The three parts of 16 values, each in the upper half of its 32 bits, with a zero lower half. They add up to the
-/// value exactly; a non-finite value has a NaN part.
+/// value exactly, if it is 2^-97 or larger; a non-finite value has a NaN part.
 #[target_feature(enable = "avx512f")]
 #[inline]
 fn split_f32(x: __m512) -> [__m512i; 3] {
     let (high, rest) = round_to_bf16(x);
     let (middle, rest) = round_to_bf16(rest);
-    [high, middle, _mm512_castps_si512(rest)]
+    // A subnormal remainder has digits in its lower half, which is the place of the other value of its pair.
+    [high, middle, _mm512_and_si512(_mm512_castps_si512(rest), _mm512_set1_epi32(!0xffff))]
 }
 
 /// A value rounded to bf16, and the remainder.
@@ -354,6 +355,18 @@ mod tests {
             prop_assert!(bits.iter().all(|bits| bits[0] & 0xffff == 0));
             prop_assert!(parts[1].abs() <= parts[0].abs() / 256.0);
             prop_assert!(parts[2].abs() <= parts[0].abs() / 65536.0);
+        }
+
+        /// A value of any size has nothing in the place of the other value of its pair.
+        #[test]
+        fn a_value_does_not_reach_into_its_neighbour(bits: u32) {
+            if skipped() || !f32::from_bits(bits).is_finite() {
+                return Ok(());
+            }
+            let (low, high) = ([1f32; LANES], [f32::from_bits(bits); LANES]);
+            // SAFETY: the CPU has AVX-512, and each array has a vector.
+            let parts = unsafe { f32::pack_strided((low.as_ptr(), !0), (high.as_ptr(), !0)) }.map(words_of);
+            prop_assert_eq!(parts.map(|part| part[0] << 16), [1f32.to_bits(), 0, 0]);
         }
 
         /// Rounds like the `half` crate, for any value.
