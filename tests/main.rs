@@ -20,6 +20,7 @@ mod harness;
 mod images;
 mod imports;
 mod inference;
+mod interop;
 mod jobs;
 mod language;
 mod memory_invariance;
