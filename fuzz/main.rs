@@ -173,11 +173,11 @@ fn with(data: &[u8], open: impl FnOnce(&TestFiles) -> Datasets) {
 }
 
 fn tables(files: &TestFiles, format: TableFileFormat) -> Datasets {
-    let paths = table::TableFiles { train: vec![files.file()], valid: Vec::new(), valid_fraction: 0.5 };
+    let paths = table::TableFiles { train: vec![files.file()], valid: Vec::new(), test: Vec::new(), split: SplitSettings::random(0.5) };
     let settings =
         table::TableSettings { target: vec!["y".into()], skip_bad: true, ..table::TableSettings::default() };
-    let (train, valid) = table::open(&paths, format, &settings, &files.ctx)?;
-    Ok(vec![train, valid])
+    let sets = table::open(&paths, format, &settings, &files.ctx)?;
+    Ok(vec![sets.train, sets.valid])
 }
 
 fn images(files: &TestFiles, name: &str) -> Datasets {
@@ -214,29 +214,31 @@ fn texts(files: &TestFiles, file: PathBuf, tokenizer: TokenizerSpec) -> Datasets
     let settings = text::TextSettings {
         train: vec![file],
         valid: Vec::new(),
-        valid_fraction: 0.5,
+        test: Vec::new(),
+        split: SplitSettings::random(0.5),
         tokenizer,
         separator: Separator::Auto,
         context: 8,
         placement: WindowPlacement::Fixed,
     };
-    let (train, valid) = text::open(&settings, &files.ctx)?;
-    Ok(vec![Arc::new(train), Arc::new(valid)])
+    let sets = text::open(&settings, &files.ctx)?;
+    Ok(vec![Arc::new(sets.train), Arc::new(sets.valid)])
 }
 
 fn tokens(files: &TestFiles) -> Datasets {
     let settings = token_files::TokenFileSettings {
         train: vec![files.file()],
         valid: Vec::new(),
-        valid_fraction: 0.5,
+        test: Vec::new(),
+        split: SplitSettings::random(0.5),
         width: None,
         vocab: None,
         tokenizer: None,
         context: 8,
         placement: WindowPlacement::Fixed,
     };
-    let (train, valid) = token_files::open(&settings, &files.ctx)?;
-    Ok(vec![Arc::new(train), Arc::new(valid)])
+    let sets = token_files::open(&settings, &files.ctx)?;
+    Ok(vec![Arc::new(sets.train), Arc::new(sets.valid)])
 }
 
 const CHAT: &[u8] = br#"{"messages": [{"role": "system", "content": "Be kind."}, {"role": "user", "content": " Hi "}, {"role": "assistant", "content": "Hello!"}]}"#;
@@ -250,7 +252,8 @@ fn chats(files: &TestFiles, file: PathBuf, template: &str) -> Datasets {
     let settings = jsonl::JsonlSettings {
         train: vec![file.clone()],
         valid: vec![file],
-        valid_fraction: 0.0,
+        test: Vec::new(),
+        split: SplitSettings { valid: ValidSet::OwnFiles, ..SplitSettings::random(0.5) },
         tokenizer: TokenizerSpec::Bytes,
         separator: Separator::Auto,
         field: "text".into(),

@@ -136,6 +136,26 @@ fn patterns_match_parameters() {
 }
 
 #[test]
+fn splits_that_contradict_each_other() {
+    let table = |keys: &str| {
+        format!(
+            "[model]\nkind = \"mlp\"\n\n[data]\nkind = \"csv\"\ntrain = \"a.csv\"\ntarget = \"y\"\n{keys}\n\n[train]\nepochs = 1\n"
+        )
+    };
+    check("fold_beyond", &table("fold = \"6/5\""));
+    check("fold_zero", &table("fold = \"0/5\""));
+    check("fold_and_valid", &table("fold = \"2/5\"\nvalid = \"b.csv\"\nvalid_fraction = 0.2"));
+    check("split_fractions", &table("valid_fraction = 0.5\ntest_fraction = 0.5"));
+    check(
+        "split_and_group",
+        &table("test = \"b.csv\"\ntest_fraction = 0.1\nsplit = \"last\"\ngroup = \"y\""),
+    );
+    check("split_without_effect", &table("valid = \"b.csv\"\nsplit = \"stratified\""));
+    let tokens = "[model]\nkind = \"gpt\"\n\n[data]\nkind = \"tokens\"\ntrain = \"a.bin\"\ngroup = \"user\"\n\n[train]\nepochs = 1\n";
+    check("group_of_tokens", tokens);
+}
+
+#[test]
 fn lists_are_checked_item_by_item() {
     let job = "[model]\nkind = \"cnn\"\nhidden = [128, \"x\", 0]\n\
                stages = [{ channels = 8 }, { kernel = 3, chanels = 8 }]\n\

@@ -30,6 +30,7 @@ mod plans;
 mod random;
 mod reference;
 mod runs;
+mod splits;
 mod streams;
 mod supervisor;
 mod tables;

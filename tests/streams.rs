@@ -154,7 +154,11 @@ fn train(
 ) -> Result<RunOutcome, Failure> {
     let whole = Arc::new(StreamingDataset::new(Arc::new(rows), shuffle_buffer_bytes(&job)));
     let (train, valid) = random_split(whole, 0.1, job.seed)?;
-    let setup = Setup::from_datasets(Datasets { train: Arc::new(train), valid: Arc::new(valid) }, job, ram)?;
+    let setup = Setup::from_datasets(
+        Datasets { train: Arc::new(train), valid: Arc::new(valid), test: None },
+        job,
+        ram,
+    )?;
     let plan = setup.plan(ram);
     assert!(plan.peak.ram_bytes <= ram, "{plan:?}");
     let wish = RequestedRun { run_dir: Some(folder.to_owned()), resume: Some(None) };

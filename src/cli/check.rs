@@ -36,6 +36,7 @@ impl CheckArgs {
         let preview = data::preview(sets.train.as_ref(), sets.valid.as_ref(), setup.job.seed, skip_bad);
         let mut preview = preview.map_err(Failure::from)?;
         preview.warnings.extend(frozen_at_random(&setup));
+        preview.test_samples = setup.test_samples;
         if common.json {
             let layers: Vec<Value> = layer_rows(&setup).iter().map(LayerRow::json).collect();
             print_line(json!({

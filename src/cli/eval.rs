@@ -10,6 +10,7 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressState, ProgressStyle};
 use super::{CommonArgs, Exit, print_line, start_threads};
 use crate::base::units::{counted, format_count};
 use crate::data::DatasetContext;
+use crate::data::split::DatasetSplit;
 use crate::inference::evaluate::{Evaluation, evaluate};
 use crate::inference::session::SessionOptions;
 use crate::inference::trained_model::{CheckpointChoice, TrainedModel};
@@ -19,11 +20,12 @@ use crate::planner::budget;
 use crate::report::{DisplayOptions, Verbosity};
 use crate::train::datasets::inference::{Samples, TestTimeAugmentation, TrainedOn};
 
-/// Evaluate a trained model on its validation set or on other data
+/// Evaluate a trained model on its validation or test set, or on other data
 #[derive(Clone, Debug, Args)]
 #[command(after_help = "\
 Examples:
   trainer eval runs/mnist/20260101-000000               its best checkpoint on the validation set
+  trainer eval RUN --split test                         its test set
   trainer eval RUN --data test.csv --json               other data, the metrics for a program
   trainer eval RUN --tta flip                           averaged over each image and its mirror image
   trainer eval RUN/checkpoints/step-00000500            a checkpoint by its folder")]
@@ -33,6 +35,9 @@ pub struct EvalArgs {
     /// Labelled data in the format of the job's own, instead of its validation set
     #[arg(long, value_name = "PATH", num_args = 1.., value_hint = clap::ValueHint::AnyPath)]
     pub data: Vec<PathBuf>,
+    /// Which set of the job
+    #[arg(long, value_name = "SET", default_value = "valid", conflicts_with = "data")]
+    pub split: EvalSplit,
     /// Samples per micro-batch at most; fewer if memory is short
     #[arg(long, value_name = "N", default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..))]
     pub batch_size: u32,
@@ -51,6 +56,27 @@ pub fn parse_test_time(text: &str) -> Result<TestTimeAugmentation, String> {
         Ok(views @ 2..=MAX_VIEWS) => Ok(TestTimeAugmentation::Views(views)),
         _ if text == "flip" => Ok(TestTimeAugmentation::Flip),
         _ => Err(format!("expected `flip` or a number of views, 2 to {MAX_VIEWS}")),
+    }
+}
+
+/// A set of the job.
+#[derive(Clone, Copy, Debug, clap::ValueEnum)]
+pub enum EvalSplit {
+    /// The validation set
+    Valid,
+    /// The test set, which training never reads
+    Test,
+    /// The training set, not augmented
+    Train,
+}
+
+impl From<EvalSplit> for DatasetSplit {
+    fn from(split: EvalSplit) -> Self {
+        match split {
+            EvalSplit::Valid => Self::Valid,
+            EvalSplit::Test => Self::Test,
+            EvalSplit::Train => Self::Train,
+        }
     }
 }
 
@@ -123,7 +149,10 @@ impl EvalArgs {
             tokenizer: tokenizer.as_deref(),
             test_time: self.tta.unwrap_or_default(),
         };
-        let samples = if self.data.is_empty() { Samples::Valid } else { Samples::Labelled(&self.data) };
+        let samples = match self.data.is_empty() {
+            true => Samples::Set(self.split.into()),
+            false => Samples::Labelled(&self.data),
+        };
         let dataset = trained.open(samples, &opening(common, &model, options.ram))?;
         let display = common.display_options(io::stderr().is_terminal());
         let bar = sample_bar(display, dataset.len() / dataset.views(), "eval");

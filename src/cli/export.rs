@@ -13,6 +13,7 @@ use super::eval::{ModelArgs, opening, sample_bar, session_options};
 use super::{CliError, CommonArgs, Exit, print_line, start_threads};
 use crate::base::units::Bytes;
 use crate::data::Dataset;
+use crate::data::split::DatasetSplit;
 use crate::inference::export::{
     ExportError, ExportFormat, ExportOptions, ExportProgress, ExportSource, ExportSummary, Quantization,
     WeightDtype, compare, export,
@@ -137,7 +138,7 @@ fn validation_set(
         tokenizer: tokenizer.as_deref(),
         test_time: TestTimeAugmentation::Off,
     };
-    trained.open(Samples::Valid, &opening(common, model, session.ram))
+    trained.open(Samples::Set(DatasetSplit::Valid), &opening(common, model, session.ram))
 }
 
 fn cli_error(error: ExportError) -> anyhow::Error {

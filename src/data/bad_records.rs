@@ -7,6 +7,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::DataError;
+use super::split::DatasetSplit;
 
 /// Bad records that are reported individually.
 const MAX_REPORTED: usize = 5;
@@ -33,13 +34,6 @@ pub struct BadRecord {
     pub id: u64,
     /// What is wrong with the record, and its location in the file.
     pub why: String,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum DatasetSplit {
-    Train,
-    Valid,
 }
 
 /// Pass counters of one dataset.
@@ -73,7 +67,8 @@ impl SkippedRecords {
     ) -> Result<Vec<String>, DataError> {
         let passes = match set {
             DatasetSplit::Train => &mut self.train,
-            DatasetSplit::Valid => &mut self.valid,
+            // No run reads its test set.
+            DatasetSplit::Valid | DatasetSplit::Test => &mut self.valid,
         };
         if pass != passes.pass {
             (passes.pass, passes.now) = (pass, 0);

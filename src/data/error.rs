@@ -133,7 +133,9 @@ impl DataError {
             DataError::TooManyBad { .. } => "correct the files, or raise `data.max_bad_records`",
             DataError::ChangedSinceOpen { .. } => "do not change the files during a run; restart the run",
             DataError::InvalidUtf8 { .. } => "convert the file to UTF-8, or remove it from the dataset",
-            DataError::NoSamples { .. } => "add data, or change `valid_fraction`",
+            DataError::NoSamples { .. } => {
+                "add data, or change how the data is split: `valid_fraction`, `test_fraction`, `fold`"
+            }
             DataError::WrongFormat { .. } => "check that the file is of the job's `data.kind`",
             DataError::TrailingBytes { .. } => {
                 "the file is damaged, or two files were concatenated: copy or download it again"

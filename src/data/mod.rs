@@ -41,6 +41,32 @@ pub use error::DataError;
 
 pub use crate::base::features::{Features, InputSpec, PixelLut, TargetSpec};
 
+/// The sets of a job.
+pub struct Datasets {
+    pub train: Arc<dyn Dataset>,
+    pub valid: Arc<dyn Dataset>,
+    /// `None` if the job has none.
+    pub test: Option<TestSet>,
+}
+
+/// A test set.
+pub enum TestSet {
+    Open(Arc<dyn Dataset>),
+    /// Files of its own with this many samples, which are opened only to be evaluated.
+    Closed {
+        samples: u64,
+    },
+}
+
+impl TestSet {
+    pub fn samples(&self) -> u64 {
+        match self {
+            TestSet::Open(dataset) => dataset.len(),
+            TestSet::Closed { samples } => *samples,
+        }
+    }
+}
+
 /// What a sample's augmentation may depend on; see [`crate::base::random`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SampleKey {

@@ -3,6 +3,7 @@
 //! Gives a language model (next-token prediction) or a sequence classifier (which of several rules generated the
 //! sequence) something to train on without a download. Everything is a function of the seed and the sample index.
 
+use super::split::DatasetSplit;
 use super::{BatchRow, DataError, Dataset, Features, InputSpec, SampleKey, TargetSpec};
 use crate::base::random::{RngKey, stream_id};
 
@@ -27,13 +28,6 @@ pub struct SequenceDataset {
     features: Features,
 }
 
-/// Training or validation set; they share the rules but no sample.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum SequencesSplit {
-    Train,
-    Valid,
-}
-
 impl SequenceDataset {
     /// Sequences of `length` tokens below `vocab`. With `classes`, the target is the rule that generated the sequence;
     /// otherwise the targets are the next tokens.
@@ -43,11 +37,12 @@ impl SequenceDataset {
         vocab: usize,
         classes: usize,
         seed: u64,
-        part: SequencesSplit,
+        part: DatasetSplit,
     ) -> Self {
         let set = match part {
-            SequencesSplit::Train => const { stream_id("sequences.train") },
-            SequencesSplit::Valid => const { stream_id("sequences.valid") },
+            DatasetSplit::Train => const { stream_id("sequences.train") },
+            DatasetSplit::Valid => const { stream_id("sequences.valid") },
+            DatasetSplit::Test => const { stream_id("sequences.test") },
         };
         let target = match classes {
             0 => TargetSpec::Tokens,
@@ -128,7 +123,7 @@ mod tests {
 
     #[test]
     fn a_target_is_the_next_token_and_most_follow_the_rule() {
-        let set = SequenceDataset::new(100, 64, 16, 0, 5, SequencesSplit::Train);
+        let set = SequenceDataset::new(100, 64, 16, 0, 5, DatasetSplit::Train);
         let (mut followed, mut all) = (0, 0);
         for index in 0..100 {
             let (input, target) = sample(&set, index);
@@ -146,10 +141,10 @@ mod tests {
     #[test]
     fn the_sets_differ_and_classes_take_turns() {
         let set = |part| SequenceDataset::new(10, 32, 16, 4, 5, part);
-        assert_ne!(sample(&set(SequencesSplit::Train), 3).0, sample(&set(SequencesSplit::Valid), 3).0);
-        assert_eq!(sample(&set(SequencesSplit::Train), 3).0, sample(&set(SequencesSplit::Train), 3).0);
-        let labels: Vec<u32> = (0..5).map(|i| sample(&set(SequencesSplit::Train), i).1[0]).collect();
+        assert_ne!(sample(&set(DatasetSplit::Train), 3).0, sample(&set(DatasetSplit::Valid), 3).0);
+        assert_eq!(sample(&set(DatasetSplit::Train), 3).0, sample(&set(DatasetSplit::Train), 3).0);
+        let labels: Vec<u32> = (0..5).map(|i| sample(&set(DatasetSplit::Train), i).1[0]).collect();
         assert_eq!(labels, [0, 1, 2, 3, 0]);
-        assert!(HostBatch::with_capacity(set(SequencesSplit::Train).features(), 4).is_ok());
+        assert!(HostBatch::with_capacity(set(DatasetSplit::Train).features(), 4).is_ok());
     }
 }

@@ -6,6 +6,7 @@
 
 use std::f32::consts::PI;
 
+use super::split::DatasetSplit;
 use super::transforms::{Augmentation, Image, Normalise, Pipeline, Pixels, ResizeMode, ScratchPool};
 use super::{BatchRow, DataError, Dataset, Features, InputSpec, SampleKey, TargetSpec};
 use crate::base::random::{CounterRng, RngKey, stream_id};
@@ -16,13 +17,6 @@ pub const CLASS_NAMES: [&str; 10] =
 
 /// Allowed side lengths in pixels. Smaller images cannot resolve the shapes; larger ones are a mistake.
 const SIZES: std::ops::RangeInclusive<usize> = 16..=1024;
-
-/// Training or validation set; they share no image.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ShapesSplit {
-    Train,
-    Valid,
-}
 
 /// Images of (`image_size`, `image_size`, 1) with values of about 0 to 1. Classes alternate.
 pub struct ShapesDataset {
@@ -35,14 +29,15 @@ pub struct ShapesDataset {
 }
 
 impl ShapesDataset {
-    pub fn new(image_size: usize, samples: u64, seed: u64, part: ShapesSplit) -> Result<Self, DataError> {
+    pub fn new(image_size: usize, samples: u64, seed: u64, part: DatasetSplit) -> Result<Self, DataError> {
         if !SIZES.contains(&image_size) {
             let (name, value) = ("image_size", image_size.to_string());
             return Err(DataError::InvalidSetting { name, value, expected: "expected 16 to 1024 pixels" });
         }
         let stream = match part {
-            ShapesSplit::Train => const { stream_id("shapes.train") },
-            ShapesSplit::Valid => const { stream_id("shapes.valid") },
+            DatasetSplit::Train => const { stream_id("shapes.train") },
+            DatasetSplit::Valid => const { stream_id("shapes.valid") },
+            DatasetSplit::Test => const { stream_id("shapes.test") },
         };
         let features = Features::new(
             InputSpec::Floats { shape: vec![image_size, image_size, 1] },
@@ -264,13 +259,13 @@ mod tests {
     #[test]
     fn an_image_depends_on_seed_split_and_index_only() {
         let set = |seed, part| ShapesDataset::new(28, 100, seed, part).unwrap();
-        let first = image(&set(1, ShapesSplit::Train), 17);
-        assert_eq!(first, image(&set(1, ShapesSplit::Train), 17));
+        let first = image(&set(1, DatasetSplit::Train), 17);
+        assert_eq!(first, image(&set(1, DatasetSplit::Train), 17));
         assert_eq!(first.1, 7);
         for other in [
-            image(&set(2, ShapesSplit::Train), 17),
-            image(&set(1, ShapesSplit::Valid), 17),
-            image(&set(1, ShapesSplit::Train), 27),
+            image(&set(2, DatasetSplit::Train), 17),
+            image(&set(1, DatasetSplit::Valid), 17),
+            image(&set(1, DatasetSplit::Train), 27),
         ] {
             assert_ne!(first.0, other.0);
         }
@@ -279,19 +274,19 @@ mod tests {
     #[test]
     fn every_size_is_covered_with_values_near_the_unit_range() {
         for size in [16, 28, 33, 64] {
-            let set = ShapesDataset::new(size, 300, 3, ShapesSplit::Train).unwrap();
+            let set = ShapesDataset::new(size, 300, 3, DatasetSplit::Train).unwrap();
             for index in 0..set.len() {
                 let (pixels, _) = image(&set, index);
                 assert!(pixels.iter().all(|v| (-0.25..1.25).contains(v)), "{size}: image {index}");
             }
         }
-        assert!(ShapesDataset::new(8, 1, 0, ShapesSplit::Train).is_err());
+        assert!(ShapesDataset::new(8, 1, 0, DatasetSplit::Train).is_err());
     }
 
     /// What a linear model could use: how the per-pixel mean of a class differs from that of the others.
     #[test]
     fn no_pixel_and_no_brightness_gives_a_class_away() {
-        let set = ShapesDataset::new(28, 20_000, 5, ShapesSplit::Train).unwrap();
+        let set = ShapesDataset::new(28, 20_000, 5, DatasetSplit::Train).unwrap();
         let (mut means, mut contrast) = (vec![[0.0; 784]; 10], [0.0; 10]);
         for index in 0..set.len() {
             let (pixels, label) = image(&set, index);

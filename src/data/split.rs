@@ -1,278 +1,398 @@
-//! Splits a dataset into training and validation sets by fraction and seed, computed on the fly: no index table, and
-//! the order of the samples is kept.
+//! Splits a dataset into a training, a validation and a test set: at random, by class, by group or by position.
 //!
-//! The dataset is divided into as many strata of consecutive samples as the smaller subset has samples. One sample of
-//! each stratum, drawn by the seed, goes to the smaller subset (the minority), the rest to the larger one (the
-//! majority). Both subsets keep the order of the dataset: one that is read sequentially stays cheap to read, and one
-//! that is sorted by class is split evenly.
+//! A [`SplitPlan`] maps samples to sets. It depends on the number of samples, their classes or groups and the seed, so
+//! that it is the same on every machine and after every resume. The test set is drawn first and independently of the
+//! validation set: all folds share it. All sets keep the order of the dataset: one that is read sequentially stays cheap
+//! to read.
+//!
+//! A split at random or by position is computed on the fly ([`division`]) and takes no memory. By class or by group it
+//! takes a pass over the keys of the samples ([`keys`]) and two bits per sample ([`membership`]).
 
-use std::sync::Arc;
+mod division;
+mod keys;
+mod membership;
+mod quotas;
+mod subset;
 
-use super::streaming::RecordBlock;
-use super::table::TableSchema;
-use super::{BatchRow, DataError, Dataset, Features, LengthStats, SampleKey, TargetSpec};
+use serde::{Deserialize, Serialize};
+
+use self::division::Division;
+use self::membership::Membership;
+use super::warnings::WARNING;
+use super::{DataError, DatasetContext};
 use crate::base::random::{RngKey, stream_id};
 
-/// Maps samples to subsets.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct SplitIndex {
-    samples: u64,
-    /// Size of the smaller subset, which is the number of strata.
-    minority: u64,
-    key: RngKey,
+pub use keys::{KeyFile, SampleKeys, key_of};
+pub use subset::{Subset, TrainFiles, job_datasets, random_split};
+
+/// A set of samples.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum DatasetSplit {
+    Train,
+    Valid,
+    Test,
 }
 
-impl SplitIndex {
-    /// First sample of a stratum.
-    fn stratum_start(&self, stratum: u64) -> u64 {
-        (stratum as u128 * self.samples as u128 / self.minority as u128) as u64
-    }
+impl DatasetSplit {
+    pub const ALL: [Self; 3] = [Self::Train, Self::Valid, Self::Test];
 
-    /// The sample of a stratum that goes to the minority.
-    fn minority_index(&self, stratum: u64) -> u64 {
-        let (start, end) = (self.stratum_start(stratum), self.stratum_start(stratum + 1));
-        start + self.key.below(stratum, end - start)
-    }
-
-    /// Stratum that contains sample `index`.
-    fn stratum_of(&self, index: u64) -> u64 {
-        (((index + 1) as u128 * self.minority as u128 - 1) / self.samples as u128) as u64
-    }
-
-    /// Dataset index of majority sample `i`.
-    fn majority_index(&self, i: u64) -> u64 {
-        // stratum_start(r) - r majority samples precede stratum r: binary search for the last stratum where that is at
-        // most i.
-        let (mut low, mut high) = (0, self.minority);
-        while high - low > 1 {
-            let middle = low + (high - low) / 2;
-            if self.stratum_start(middle) - middle <= i { low = middle } else { high = middle }
+    /// For messages.
+    pub fn describe(self) -> &'static str {
+        match self {
+            Self::Train => "training set",
+            Self::Valid => "validation set",
+            Self::Test => "test set",
         }
-        let index = i + low;
-        index + u64::from(index >= self.minority_index(low))
-    }
-
-    /// Number of samples below `index` that go to the minority.
-    fn minority_before(&self, index: u64) -> u64 {
-        if index == 0 {
-            return 0;
-        }
-        let stratum = self.stratum_of(index - 1);
-        stratum + u64::from(self.minority_index(stratum) < index)
     }
 }
 
-/// One subset of a split.
-pub struct Subset {
-    dataset: Arc<dyn Dataset>,
-    split_index: SplitIndex,
-    is_minority: bool,
-    /// Whether the other subset reads through the same `dataset`.
-    shares_dataset: bool,
-}
-
-/// The assignment of samples to subsets, available before the dataset exists: for statistics over the training set
-/// only.
+/// One of several folds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Fold {
+    /// From 0.
+    pub index: u64,
+    /// At least 2.
+    pub folds: u64,
+}
+
+impl Fold {
+    /// The fold of `samples` samples if the folds are consecutive.
+    pub fn consecutive(self, samples: u64) -> std::ops::Range<u64> {
+        let start = |fold: u64| (samples as u128 * fold as u128 / self.folds as u128) as u64;
+        start(self.index)..start(self.index + 1)
+    }
+}
+
+/// How the samples of the training files are split.
+#[derive(Clone, Debug, PartialEq)]
+pub struct SplitSettings {
+    /// Fraction of the samples for testing; 0 for no test set.
+    pub test_fraction: f64,
+    pub valid: ValidSet,
+    pub method: SplitMethod,
+}
+
+/// Which samples of the training files are for validation.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum ValidSet {
+    /// None: validation has its own files.
+    OwnFiles,
+    /// This fraction.
+    Fraction(f64),
+    /// This fold of those that are not for testing.
+    Fold(Fold),
+}
+
+/// How samples are assigned to sets.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum SplitMethod {
+    Random,
+    /// At random, with the same fraction of each class in every set.
+    Stratified,
+    /// Samples with the same value of this column or field stay together.
+    Grouped(String),
+    /// The last samples are for testing, those before them for validation; folds are consecutive.
+    Last,
+}
+
+impl SplitSettings {
+    /// `fraction` of the samples at random for validation, no test set.
+    pub fn random(fraction: f64) -> Self {
+        let (valid, method) = (ValidSet::Fraction(fraction), SplitMethod::Random);
+        Self { test_fraction: 0.0, valid, method }
+    }
+
+    /// All samples are for training.
+    pub fn is_whole(&self) -> bool {
+        self.test_fraction == 0.0 && self.valid == ValidSet::OwnFiles
+    }
+
+    /// Whether a plan needs the class or the group of each sample.
+    pub fn needs_keys(&self) -> bool {
+        !self.is_whole() && matches!(self.method, SplitMethod::Stratified | SplitMethod::Grouped(_))
+    }
+
+    /// The sets that the samples are split into.
+    pub fn sets(&self) -> Vec<DatasetSplit> {
+        let test = (self.test_fraction > 0.0).then_some(DatasetSplit::Test);
+        let valid = (self.valid != ValidSet::OwnFiles).then_some(DatasetSplit::Valid);
+        [DatasetSplit::Train].into_iter().chain(valid).chain(test).collect()
+    }
+
+    /// The least number of samples, or of groups: one for each set, and for each fold.
+    fn least(&self) -> u64 {
+        let test = u64::from(self.test_fraction > 0.0);
+        test + match self.valid {
+            ValidSet::OwnFiles => 1,
+            ValidSet::Fraction(_) => 2,
+            ValidSet::Fold(fold) => fold.folds,
+        }
+    }
+
+    /// Samples that the test and the validation set should have; with folds, the validation set has what the fold has.
+    fn sizes(&self, samples: u64) -> SetSizes {
+        let part = |fraction: f64| (samples as f64 * fraction).round() as u64;
+        let others = self.least() - u64::from(self.test_fraction > 0.0);
+        let test = match self.test_fraction > 0.0 {
+            true => part(self.test_fraction).clamp(1, samples.saturating_sub(others).max(1)),
+            false => 0,
+        };
+        let valid = match self.valid {
+            ValidSet::OwnFiles => 0,
+            ValidSet::Fraction(fraction) => {
+                part(fraction).clamp(1, (samples - test).saturating_sub(1).max(1))
+            }
+            ValidSet::Fold(fold) => (samples - test) / fold.folds,
+        };
+        SetSizes { test, valid }
+    }
+
+    /// Assigns samples to sets of these sizes by their position.
+    fn position_split(&self, samples: u64, sizes: SetSizes, draw: FoldDraw) -> PositionSplit {
+        let (rest, is_last) = (samples - sizes.test, self.method == SplitMethod::Last);
+        PositionSplit {
+            test: match is_last {
+                true => Division::last(samples, sizes.test),
+                false => Division::random(samples, sizes.test, draw.test),
+            },
+            valid: match self.valid {
+                ValidSet::OwnFiles => Division::none(rest),
+                ValidSet::Fraction(_) if is_last => Division::last(rest, sizes.valid),
+                ValidSet::Fraction(_) => Division::random(rest, sizes.valid, draw.valid),
+                ValidSet::Fold(fold) if is_last => Division::consecutive_fold(rest, fold),
+                ValidSet::Fold(fold) => Division::fold(rest, fold, draw.first_larger, draw.valid),
+            },
+        }
+    }
+
+    fn describe(&self) -> String {
+        let how = match &self.method {
+            SplitMethod::Random => "random".to_owned(),
+            SplitMethod::Stratified => "stratified by class".to_owned(),
+            SplitMethod::Grouped(by) => format!("grouped by `{by}`"),
+            SplitMethod::Last => "by position".to_owned(),
+        };
+        let valid = match self.valid {
+            ValidSet::OwnFiles => String::new(),
+            ValidSet::Fraction(fraction) => format!(", {} for validation", percent(fraction)),
+            ValidSet::Fold(Fold { index, folds }) => {
+                format!(", fold {} of {folds} for validation", index + 1)
+            }
+        };
+        let test = match self.test_fraction > 0.0 {
+            true => format!(", {} for testing", percent(self.test_fraction)),
+            false => String::new(),
+        };
+        how + &valid + &test
+    }
+}
+
+fn percent(fraction: f64) -> String {
+    format!("{} %", (fraction * 10_000.0).round() / 100.0)
+}
+
+/// Numbers of samples.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct SetSizes {
+    test: u64,
+    valid: u64,
+}
+
+/// The randomness of a split by position.
+#[derive(Clone, Copy, Debug)]
+struct FoldDraw {
+    test: RngKey,
+    valid: RngKey,
+    /// The first of the folds that have one sample more.
+    first_larger: u64,
+}
+
+impl FoldDraw {
+    fn new(seed: u64) -> Self {
+        const VALID: u64 = stream_id("data.split");
+        const TEST: u64 = stream_id("data.split.test");
+        Self { test: RngKey::new(seed, TEST), valid: RngKey::new(seed, VALID), first_larger: 0 }
+    }
+
+    /// The randomness of one class.
+    fn of_class(self, key: u64, first_larger: u64) -> Self {
+        Self { test: self.test.fold_in(key), valid: self.valid.fold_in(key), first_larger }
+    }
+}
+
+/// Assigns samples to sets by their position.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct PositionSplit {
+    test: Division,
+    /// Of those that are not for testing.
+    valid: Division,
+}
+
+impl PositionSplit {
+    fn set_of(&self, index: u64) -> DatasetSplit {
+        if self.test.is_selected(index) {
+            return DatasetSplit::Test;
+        }
+        match self.valid.is_selected(index - self.test.selected_before(index)) {
+            true => DatasetSplit::Valid,
+            false => DatasetSplit::Train,
+        }
+    }
+
+    fn count_before(&self, set: DatasetSplit, index: u64) -> u64 {
+        let test = self.test.selected_before(index);
+        let valid = self.valid.selected_before(index - test);
+        match set {
+            DatasetSplit::Train => index - test - valid,
+            DatasetSplit::Valid => valid,
+            DatasetSplit::Test => test,
+        }
+    }
+
+    fn index(&self, set: DatasetSplit, i: u64) -> u64 {
+        match set {
+            DatasetSplit::Train => self.test.rest_index(self.valid.rest_index(i)),
+            DatasetSplit::Valid => self.test.rest_index(self.valid.selected_index(i)),
+            DatasetSplit::Test => self.test.selected_index(i),
+        }
+    }
+}
+
+/// The set of each sample, available before the dataset exists: for statistics over the training set only.
+#[derive(Clone, Debug, PartialEq)]
 pub struct SplitPlan {
-    split_index: SplitIndex,
-    /// Whether the validation set is the smaller subset.
-    valid_is_minority: bool,
+    samples: u64,
+    assignment: Assignment,
+    settings: SplitSettings,
+    seed: u64,
+    warnings: Vec<String>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Assignment {
+    Position(PositionSplit),
+    Table(Membership),
 }
 
 impl SplitPlan {
-    /// Splits `samples` samples, `valid_fraction` of them for validation; at least one in each subset.
-    pub fn new(samples: u64, valid_fraction: f64, seed: u64) -> Result<Self, DataError> {
-        const SPLIT: u64 = stream_id("data.split");
-        if samples < 2 {
-            let why =
-                format!("it has {samples}, and both the training and the validation set need at least one");
+    /// Splits `samples` samples; `keys` are their classes or groups, if the settings need them. Every set has at least
+    /// one sample.
+    pub fn new(
+        samples: u64,
+        settings: &SplitSettings,
+        keys: Option<&dyn SampleKeys>,
+        ctx: &DatasetContext,
+    ) -> Result<Self, DataError> {
+        let least = settings.least();
+        if samples < least {
+            let why = match settings.valid {
+                ValidSet::Fold(Fold { folds, .. }) => {
+                    let test = if settings.test_fraction > 0.0 { " and the test set" } else { "" };
+                    format!("it has {samples}, and each of {folds} folds{test} needs at least one")
+                }
+                _ if settings.test_fraction > 0.0 => {
+                    format!("it has {samples}, and each of {least} sets needs at least one")
+                }
+                _ => format!(
+                    "it has {samples}, and both the training and the validation set need at least one"
+                ),
+            };
             return Err(DataError::NoSamples { set: "the dataset".into(), why });
         }
-        let valid = ((samples as f64 * valid_fraction).round() as u64).clamp(1, samples - 1);
-        let minority = valid.min(samples - valid);
-        let split_index = SplitIndex { samples, minority, key: RngKey::new(seed, SPLIT) };
-        Ok(Self { split_index, valid_is_minority: valid == minority })
+        let draw = FoldDraw::new(ctx.seed);
+        let (assignment, warnings) = match (&settings.method, keys) {
+            (SplitMethod::Random | SplitMethod::Last, _) => {
+                let split = settings.position_split(samples, settings.sizes(samples), draw);
+                (Assignment::Position(split), Vec::new())
+            }
+            (SplitMethod::Stratified, Some(keys)) => {
+                let (table, warnings) = quotas::stratified(samples, settings, keys, draw, ctx)?;
+                (Assignment::Table(table), warnings)
+            }
+            (SplitMethod::Grouped(by), Some(keys)) => {
+                let (table, warnings) = quotas::grouped(samples, settings, by, keys, draw, ctx)?;
+                (Assignment::Table(table), warnings)
+            }
+            (SplitMethod::Stratified | SplitMethod::Grouped(_), None) => {
+                let expected = "the target is not a class";
+                return Err(DataError::InvalidSetting {
+                    name: "split",
+                    value: "stratified".into(),
+                    expected,
+                });
+            }
+        };
+        Ok(Self { samples, assignment, settings: settings.clone(), seed: ctx.seed, warnings })
+    }
+
+    /// `fraction` of the samples at random for validation, no test set.
+    pub fn random(samples: u64, fraction: f64, seed: u64) -> Result<Self, DataError> {
+        let ctx = DatasetContext { seed, ..DatasetContext::default() };
+        Self::new(samples, &SplitSettings::random(fraction), None, &ctx)
+    }
+
+    /// Number of samples that are split.
+    pub fn samples(&self) -> u64 {
+        self.samples
+    }
+
+    /// Number of samples of a set.
+    pub fn count(&self, set: DatasetSplit) -> u64 {
+        self.count_before(set, self.samples)
+    }
+
+    pub fn set_of(&self, index: u64) -> DatasetSplit {
+        match &self.assignment {
+            Assignment::Position(split) => split.set_of(index),
+            Assignment::Table(table) => table.set_of(index),
+        }
     }
 
     /// Whether sample `index` of the dataset is in the training set.
     pub fn is_train(&self, index: u64) -> bool {
-        let in_minority = self.split_index.minority_index(self.split_index.stratum_of(index)) == index;
-        in_minority != self.valid_is_minority
-    }
-}
-
-/// Splits `dataset` into (train, valid), `valid_fraction` of the samples for validation; at least one in each subset.
-pub fn random_split(
-    dataset: Arc<dyn Dataset>,
-    valid_fraction: f64,
-    seed: u64,
-) -> Result<(Subset, Subset), DataError> {
-    let SplitPlan { split_index, valid_is_minority } = SplitPlan::new(dataset.len(), valid_fraction, seed)?;
-    let valid_dataset = dataset.sequential_reader();
-    let subset = |dataset: &Arc<dyn Dataset>, is_minority| Subset {
-        dataset: dataset.clone(),
-        split_index,
-        is_minority,
-        shares_dataset: valid_dataset.is_none(),
-    };
-    Ok((
-        subset(&dataset, !valid_is_minority),
-        subset(valid_dataset.as_ref().unwrap_or(&dataset), valid_is_minority),
-    ))
-}
-
-impl Subset {
-    /// Index of sample `i` in the whole dataset.
-    fn dataset_index(&self, i: u64) -> u64 {
-        if self.is_minority { self.split_index.minority_index(i) } else { self.split_index.majority_index(i) }
+        self.set_of(index) == DatasetSplit::Train
     }
 
-    /// Number of samples of this subset below `index` of the whole dataset.
-    pub fn count_before(&self, index: u64) -> u64 {
-        let drawn_before = self.split_index.minority_before(index);
-        if self.is_minority { drawn_before } else { index - drawn_before }
-    }
-}
-
-impl Dataset for Subset {
-    fn len(&self) -> u64 {
-        if self.is_minority {
-            self.split_index.minority
-        } else {
-            self.split_index.samples - self.split_index.minority
+    /// Number of samples of `set` below `index`.
+    pub fn count_before(&self, set: DatasetSplit, index: u64) -> u64 {
+        match &self.assignment {
+            Assignment::Position(split) => split.count_before(set, index),
+            Assignment::Table(table) => table.count_before(set, index),
         }
     }
 
-    fn features(&self) -> &Features {
-        self.dataset.features()
-    }
-
-    fn read(&self, index: u64, key: SampleKey, into: &mut BatchRow<'_>) -> Result<(), DataError> {
-        self.dataset.read(self.dataset_index(index), key, into)
-    }
-
-    /// If both subsets share one dataset, its bytes are prorated, so that the two add up to it.
-    fn resident_bytes(&self) -> u64 {
-        let dataset_bytes = self.dataset.resident_bytes();
-        if !self.shares_dataset {
-            return dataset_bytes;
+    /// Index in the dataset of sample `i` of a set.
+    pub fn index(&self, set: DatasetSplit, i: u64) -> u64 {
+        match &self.assignment {
+            Assignment::Position(split) => split.index(set, i),
+            Assignment::Table(table) => table.index(set, i),
         }
-        let minority_bytes = (dataset_bytes as u128 * self.split_index.minority as u128
-            / self.split_index.samples as u128) as u64;
-        if self.is_minority { minority_bytes } else { dataset_bytes - minority_bytes }
     }
 
-    /// The blocks of the whole dataset, with the same indices, each with the number of its samples in this subset.
-    fn blocks(&self) -> Option<Vec<RecordBlock>> {
-        let mut index = 0;
-        let own = |block: RecordBlock| {
-            let before = self.count_before(index);
-            index += block.records;
-            RecordBlock { records: self.count_before(index) - before, ..block }
-        };
-        Some(self.dataset.blocks()?.into_iter().map(own).collect())
-    }
-
-    fn prefetch(&self, blocks: Vec<u32>) {
-        self.dataset.prefetch(blocks);
-    }
-
-    fn class_counts(&self) -> Option<Vec<u64>> {
-        let classes = match &self.features().target {
-            TargetSpec::Class { names } | TargetSpec::MixedClass { names } => names.len(),
-            TargetSpec::MultiLabel { .. } | TargetSpec::Values { .. } | TargetSpec::Tokens => return None,
-        };
-        let mut counts = vec![0; classes];
-        for i in 0..self.len() {
-            *counts.get_mut(self.class(i)? as usize)? += 1;
+    /// Bytes of memory that the plan takes.
+    pub fn resident_bytes(&self) -> u64 {
+        match &self.assignment {
+            Assignment::Position(_) => 0,
+            Assignment::Table(table) => table.resident_bytes(),
         }
-        Some(counts)
     }
 
-    fn class(&self, index: u64) -> Option<u32> {
-        self.dataset.class(self.dataset_index(index))
+    /// What distinguishes it from other splits of the same files, for cache keys.
+    pub fn cache_settings(&self) -> String {
+        format!("{} {:?} {}", self.samples, self.settings, self.seed)
     }
 
-    fn length_stats(&self) -> Option<LengthStats> {
-        self.dataset.length_stats()
-    }
-
-    fn decode_tokens(&self, tokens: &[u32]) -> Option<String> {
-        self.dataset.decode_tokens(tokens)
-    }
-
-    fn input_names(&self) -> Vec<String> {
-        self.dataset.input_names()
-    }
-
-    fn tokenizer_json(&self) -> Option<Vec<u8>> {
-        self.dataset.tokenizer_json()
-    }
-
-    fn table_schema(&self) -> Option<&TableSchema> {
-        self.dataset.table_schema()
-    }
-
-    fn sample_name(&self, index: u64) -> Option<String> {
-        self.dataset.sample_name(self.dataset_index(index))
-    }
-
+    /// Lines of [`Dataset::describe`](super::Dataset::describe); a plain fraction for validation needs none.
     fn describe(&self) -> Vec<(String, String)> {
-        self.dataset.describe()
+        let is_plain = self.settings.method == SplitMethod::Random
+            && self.settings.test_fraction == 0.0
+            && !matches!(self.settings.valid, ValidSet::Fold(_));
+        let line = (!is_plain).then(|| ("split".to_owned(), self.settings.describe()));
+        let warnings = self.warnings.iter().map(|text| (WARNING.to_owned(), text.clone()));
+        line.into_iter().chain(warnings).collect()
     }
 }
 
 #[cfg(test)]
-mod tests {
-    use proptest::prelude::*;
-
-    use super::*;
-    use crate::data::shapes::{self, ShapesDataset};
-
-    fn subsets(samples: u64, fraction: f64, seed: u64) -> (Subset, Subset) {
-        random_split(
-            Arc::new(ShapesDataset::new(16, samples, 1, shapes::ShapesSplit::Train).unwrap()),
-            fraction,
-            seed,
-        )
-        .unwrap()
-    }
-
-    fn indices(part: &Subset) -> Vec<u64> {
-        (0..part.len()).map(|i| part.dataset_index(i)).collect()
-    }
-
-    proptest! {
-        /// Each sample is in exactly one subset, in order, and the subsets have the requested sizes.
-        #[test]
-        fn the_subsets_partition_the_dataset(samples in 2u64..400, fraction in 0.0..1.0f64, seed: u64) {
-            let (train, valid) = subsets(samples, fraction, seed);
-            let (a, b) = (indices(&train), indices(&valid));
-            prop_assert_eq!(b.len() as u64, ((samples as f64 * fraction).round() as u64).clamp(1, samples - 1));
-            prop_assert!(a.is_sorted() && b.is_sorted());
-            for (part, of) in [(&train, &a), (&valid, &b)] {
-                for index in 0..=samples {
-                    prop_assert_eq!(part.count_before(index), of.iter().filter(|i| **i < index).count() as u64);
-                }
-            }
-            let plan = SplitPlan::new(samples, fraction, seed).unwrap();
-            prop_assert!(a.iter().all(|i| plan.is_train(*i)) && !b.iter().any(|i| plan.is_train(*i)));
-            let mut all = [a, b].concat();
-            all.sort_unstable();
-            prop_assert!(all.into_iter().eq(0..samples));
-        }
-    }
-
-    #[test]
-    fn the_seed_decides_and_huge_sets_cost_nothing() {
-        let valid = |seed| indices(&subsets(1000, 0.1, seed).1);
-        assert_eq!(valid(1), valid(1));
-        assert_ne!(valid(1), valid(2));
-        let (train, valid) = subsets(1 << 60, 0.01, 3);
-        assert_eq!(train.len() + valid.len(), 1 << 60);
-        assert!(train.dataset_index(train.len() - 1) < 1 << 60 && valid.dataset_index(12345) < 1 << 60);
-        let one = Arc::new(ShapesDataset::new(16, 1, 1, shapes::ShapesSplit::Train).unwrap());
-        assert!(random_split(one, 0.5, 0).is_err());
-    }
-}
+mod tests;

@@ -74,6 +74,9 @@ pub enum Event {
         train_samples: u64,
         /// Samples in the validation set.
         valid_samples: u64,
+        /// Samples in the test set, if the job has one; no run reads them.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        test_samples: Option<u64>,
         /// Updates of the whole run.
         total_steps: u64,
         /// Updates in an epoch; its last may be smaller than the others.

@@ -30,13 +30,16 @@ const CHANGEABLE_ON_RESUME: [&str; 18] = [
 ];
 
 /// Keys that name files. If a run's data is identified by its content, the files may be moved.
-const PATH_KEYS: [&str; 9] = [
+const PATH_KEYS: [&str; 12] = [
     "data.train",
     "data.valid",
+    "data.test",
     "data.train_images",
     "data.train_labels",
     "data.valid_images",
     "data.valid_labels",
+    "data.test_images",
+    "data.test_labels",
     "data.tokenizer",
     "data.tokens",
     "data.template",

@@ -276,6 +276,7 @@ impl Checker<'_> {
                 matches!(text.parse(), Ok(MemorySize::Bytes(_) | MemorySize::Percent(_)))
             }
             Some("name") => is_name(text),
+            Some("fold") => text.parse::<super::Fold>().is_ok(),
             // A keyword that the key accepts in place of a path.
             Some("path") if keywords(schema).any(|word| word == text) => true,
             // Inline text in place of a path, recognized by a marker that every such text contains.

@@ -10,7 +10,7 @@ use toml::de::DeTable;
 use super::check::{self, SpannedError};
 use super::error::{ErrorCode, JobError, JobErrors};
 use super::source_map::{SourceLocation, SourceMap, WHOLE_FILE};
-use super::{Job, overrides, rules, schema};
+use super::{FilesConfig, Job, overrides, rules, schema};
 use crate::base::regular_file;
 use crate::base::units::counted;
 
@@ -107,6 +107,7 @@ fn resolve(
     }
     job.eval.resolve();
     job.checkpoint.resolve();
+    job.data.source.files_mut().into_iter().for_each(FilesConfig::resolve);
     Ok(job)
 }
 

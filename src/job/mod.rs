@@ -33,10 +33,10 @@ use serde::{Deserialize, Serialize};
 pub use change::JobChange;
 pub use data::{
     AugmentConfig, CategoryEncoding, ChatFormat, ChatLoss, ColumnsConfig, Comment, CsvConfig, DataConfig,
-    Dates, Decimal, Delimiter, Encoding, FilesConfig, IdxConfig, ImageFit, ImagesConfig, JsonConfig,
+    Dates, Decimal, Delimiter, Encoding, FilesConfig, Fold, IdxConfig, ImageFit, ImagesConfig, JsonConfig,
     JsonlConfig, LoaderConfig, NormalizePreset, OnBadRecord, OnMissing, OnUnknown, OneOrMany, ParquetConfig,
-    Quote, ShapesConfig, SourceConfig, Task, TextConfig, TextSyntheticConfig, TokenDtype, TokensConfig,
-    TooLong, WindowMode,
+    Quote, ShapesConfig, SourceConfig, SplitKind, Task, TextConfig, TextSyntheticConfig, TokenDtype,
+    TokensConfig, TooLong, WindowMode,
 };
 pub use error::{ErrorCode, JobError, JobErrors};
 pub use image_models::{MobilenetConfig, ResnetConfig, Stem};

@@ -30,6 +30,10 @@ pub struct EvalConfig {
     #[schemars(range(min = 1, max = 1_000_000_000))]
     #[serde(skip_serializing_if = "Option::is_none")]
     every_steps: Option<u64>,
+    /// Also evaluate before the first update: the value that training starts from. It writes a checkpoint of step 0, which
+    /// may be the best, and counts for `[stop]` as any other evaluation.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub at_start: bool,
     /// Metrics besides the loss, reported as `valid.NAME`, as scikit-learn computes them; by default `accuracy` of classes
     /// and tokens, `f1_micro` and `f1_macro` of labels, `rmse` of values. Those of several regression targets are means over
     /// the targets, and `valid.NAME.TARGET` is that of each.

@@ -9,8 +9,8 @@ use super::check::SpannedError;
 use super::error::{ErrorCode, JobError};
 use super::source_map::WHOLE_FILE;
 use super::{
-    AugmentConfig, BestMetric, CategoryEncoding, ClassWeightsConfig, CsvConfig, Job, JsonConfig, JsonlConfig,
-    OptimizerConfig, ParquetConfig, Precision, RunLength, SourceConfig, Task,
+    AugmentConfig, BestMetric, CategoryEncoding, ClassWeightsConfig, CsvConfig, IdxConfig, Job, JsonConfig,
+    JsonlConfig, OptimizerConfig, ParquetConfig, Precision, RunLength, SourceConfig, SplitKind, Task,
 };
 
 /// Every contradiction in `job`, reported where `tree` states it.
@@ -99,6 +99,7 @@ pub(super) fn contradictions(job: &Job, tree: &DeTable) -> Vec<SpannedError> {
             );
         }
     }
+    split_contradictions(job, tree, &mut report);
     if let SourceConfig::Jsonl(JsonlConfig { label: Some(_), messages, chat, pack, .. }) = &job.data.source {
         if *pack {
             let hint = "with `label` each record is a sample: remove `pack`";
@@ -145,6 +146,89 @@ pub(super) fn contradictions(job: &Job, tree: &DeTable) -> Vec<SpannedError> {
         );
     }
     found
+}
+
+/// Keys of the split that contradict each other.
+fn split_contradictions(job: &Job, tree: &DeTable, report: &mut impl FnMut(&str, String, String)) {
+    let (split, group) = job.data.source.split();
+    if let SourceConfig::Idx(IdxConfig { test_images, test_labels, .. }) = &job.data.source
+        && test_images.is_some() != test_labels.is_some()
+    {
+        let (has, lacks) = match test_images.is_some() {
+            true => ("data.test_images", "test_labels"),
+            false => ("data.test_labels", "test_images"),
+        };
+        report(has, format!("`{has}` needs `data.{lacks}`"), format!("add `{lacks}`"));
+    }
+    let Some(files) = job.data.source.files() else { return };
+    if let (false, Some(_)) = (files.test.is_empty(), files.test_fraction) {
+        let hint = "remove one of them: a test set is either files or a fraction of `train`";
+        let message = "`data.test` and `data.test_fraction` exclude each other";
+        report("data.test_fraction", message.into(), hint.into());
+    }
+    if files.fold.is_some() {
+        let others = [
+            ("data.valid", !files.valid.is_empty()),
+            ("data.valid_fraction", files.valid_fraction.is_some()),
+        ];
+        for (key, _) in others.into_iter().filter(|(_, is_given)| *is_given) {
+            let hint = "remove one of them: a fold of `train` is the validation set";
+            report("data.fold", format!("`data.fold` and `{key}` exclude each other"), hint.into());
+        }
+    } else if let (true, Some(test)) = (files.valid.is_empty(), files.test_fraction)
+        && test + files.valid_fraction() >= 1.0
+    {
+        let sum = test + files.valid_fraction();
+        report(
+            "data.test_fraction",
+            format!(
+                "`data.test_fraction` and `data.valid_fraction` add up to {sum}, which leaves no training samples"
+            ),
+            "their sum must be below 1; `valid_fraction` is 0.1 if absent".into(),
+        );
+    }
+    let is_split = files.fold.is_some() || files.valid.is_empty() || files.test_fraction.is_some();
+    let keys = [("data.group", group.is_some()), ("data.split", !split.is_random() && stated(tree, "split"))];
+    for (key, _) in keys.into_iter().filter(|(_, is_given)| *is_given && !is_split) {
+        let hint = "remove it, or replace `valid` by `valid_fraction` or `fold`";
+        report(key, format!("`{key}` has no effect: all sets have files of their own"), hint.into());
+    }
+    if let (false, Some(group)) = (split.is_random(), group) {
+        let hint = format!("remove one of them: groups of `{group}` are assigned as a whole, at random");
+        report("data.group", "`data.group` and `data.split` exclude each other".into(), hint);
+    }
+    match &job.data.source {
+        SourceConfig::Jsonl(JsonlConfig { pack: true, .. }) => {
+            let hint =
+                "packed records are one stream of tokens, split by position: remove it, or remove `pack`";
+            for (key, _) in [("data.group", group.is_some()), ("data.split", split == SplitKind::Stratified)]
+                .iter()
+                .filter(|k| k.1)
+            {
+                report(key, format!("`{key}` and `data.pack` exclude each other"), hint.into());
+            }
+        }
+        SourceConfig::Jsonl(JsonlConfig { label: None, .. }) if split == SplitKind::Stratified => {
+            let message = "`data.split` is \"stratified\", but the records have no classes";
+            report("data.split", message.into(), "name the field with the class as `label`".into());
+        }
+        SourceConfig::Csv(CsvConfig { columns, .. })
+        | SourceConfig::Json(JsonConfig { columns, .. })
+        | SourceConfig::Parquet(ParquetConfig { columns, .. }) => {
+            if let Some(group) = group.filter(|group| columns.target.to_vec().iter().any(|t| t == group)) {
+                let hint =
+                    "no class would be in two sets: name another column, or use `split = \"stratified\"`";
+                report("data.group", format!("`data.group` is the target, `{group}`"), hint.into());
+            }
+        }
+        _ => {}
+    }
+}
+
+/// Whether the job states this key of `[data]`.
+fn stated(tree: &DeTable, key: &str) -> bool {
+    let data = tree.get("data").map(Spanned::get_ref);
+    matches!(data, Some(DeValue::Table(data)) if data.contains_key(key))
 }
 
 /// The bytes of the value at a dotted `key`, or of the nearest table above it.

@@ -1,7 +1,7 @@
 //! Names that people bring from other tools, and the key that means the same here.
 
 /// (name, key, note): the names of Keras, Lightning, Hugging Face, nanoGPT, axolotl and others.
-const SYNONYMS: [(&str, &str, &str); 66] = [
+const SYNONYMS: [(&str, &str, &str); 72] = [
     ("learning_rate", "optimizer.lr", ""),
     ("lr", "optimizer.lr", ""),
     ("base_lr", "optimizer.lr", ""),
@@ -68,6 +68,12 @@ const SYNONYMS: [(&str, &str, &str); 66] = [
     ("tokenizer", "data.tokens", "the path of a `tokenizer.json`; `data.tokenizer` with `kind = \"tokens\"`"),
     ("valid_split", "data.valid_fraction", ""),
     ("validation_split", "data.valid_fraction", ""),
+    ("test_split", "data.test_fraction", ""),
+    ("test_size", "data.test_fraction", ""),
+    ("stratify", "data.split", "as `split = \"stratified\"`"),
+    ("groups", "data.group", ""),
+    ("group_column", "data.group", ""),
+    ("n_splits", "data.fold", "as `fold = \"1/5\"`"),
 ];
 
 /// File formats and layouts that are not a `kind` of data by their own name, and the kind that reads them.

@@ -32,6 +32,9 @@ const RECORD_FIELDS: [&str; 10] =
 pub struct DataPreview {
     pub train_samples: u64,
     pub valid_samples: u64,
+    /// Samples of the test set, if there is one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub test_samples: Option<u64>,
     pub input: String,
     pub target: String,
     /// What the dataset reports about its files.
@@ -105,6 +108,7 @@ pub fn preview(
     Ok(DataPreview {
         train_samples: train.len(),
         valid_samples: valid.len(),
+        test_samples: None,
         input,
         target,
         about: train.describe().into_iter().filter(|(name, _)| name != WARNING).collect(),
@@ -217,9 +221,10 @@ impl DataPreview {
         let mut lines = vec![
             ("train samples".to_owned(), format_count(self.train_samples)),
             ("valid samples".into(), format_count(self.valid_samples)),
-            ("input".into(), self.input.clone()),
-            ("target".into(), self.target.clone()),
         ];
+        lines.extend(self.test_samples.map(|samples| ("test samples".into(), format_count(samples))));
+        lines.push(("input".into(), self.input.clone()));
+        lines.push(("target".into(), self.target.clone()));
         lines.extend(self.about.iter().cloned());
         if let Some(classes) = &self.balance {
             lines.extend(balance_lines(classes));
@@ -303,13 +308,14 @@ fn format_value(value: &Value) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::data::shapes::{ShapesDataset, ShapesSplit};
+    use crate::data::shapes::ShapesDataset;
+    use crate::data::split::DatasetSplit;
     use crate::data::{BatchRow, sequences};
 
     #[test]
     fn images_and_tokens_are_previewed_as_the_model_sees_them() {
         let set = |part| ShapesDataset::new(16, 5, 1, part).unwrap();
-        let shown = preview(&set(ShapesSplit::Train), &set(ShapesSplit::Valid), 1, false).unwrap();
+        let shown = preview(&set(DatasetSplit::Train), &set(DatasetSplit::Valid), 1, false).unwrap();
         assert_eq!((shown.train_samples, shown.first.len()), (5, 3));
         let first = &shown.first[0];
         assert_eq!(first["shape"], json!([16, 16, 1]));
@@ -323,9 +329,7 @@ mod tests {
             "{lines:?}"
         );
         let set = |part| sequences::SequenceDataset::new(2, 32, 16, 0, 5, part);
-        let shown =
-            preview(&set(sequences::SequencesSplit::Train), &set(sequences::SequencesSplit::Valid), 1, false)
-                .unwrap();
+        let shown = preview(&set(DatasetSplit::Train), &set(DatasetSplit::Valid), 1, false).unwrap();
         assert_eq!(shown.first.len(), 2);
         assert_eq!(shown.first[0]["ids"].as_array().unwrap().len(), MAX_VALUES);
         assert_eq!(shown.first[0]["ids"][1], shown.first[0]["target"][0]);

@@ -21,6 +21,7 @@ pub fn started(t: f64) -> EventRecord {
         trained_parameters: Some(101_770),
         train_samples: 150,
         valid_samples: 50,
+        test_samples: None,
         total_steps: 6,
         steps_per_epoch: 2,
     };

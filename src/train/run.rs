@@ -162,7 +162,10 @@ impl<'a> Run<'a> {
         // Nothing was left to do if the run ends where it was resumed, and no evaluation was due there.
         let resumed_at =
             self.checkpoints.last.as_ref().filter(|_| !self.evaluation.due).map(|(step, _)| *step);
-        if self.evaluation.due {
+        if self.is_evaluated_at_start() {
+            self.deferred.evaluation = true;
+            self.do_deferred_work()?;
+        } else if self.evaluation.due {
             self.evaluate()?;
         } else if options.observer.is_none() && !self.ctx.position.is_at_end() {
             Evaluation::warm_up(&mut self.ctx, &mut self.memory)?;
@@ -227,6 +230,14 @@ impl<'a> Run<'a> {
     fn describe(&self, reason: StopReason) -> String {
         let job = &self.ctx.setup.job;
         reason.describe(job.stop.metric.unwrap_or(job.checkpoint.best))
+    }
+
+    /// Whether the initial weights are due for the evaluation that the job requests. A checkpoint of them, with or
+    /// without its result, says that this was begun: a resumed run does not repeat it.
+    fn is_evaluated_at_start(&self) -> bool {
+        let ctx = &self.ctx;
+        let is_new = ctx.position.step == 0 && self.checkpoints.last.is_none() && !ctx.position.is_at_end();
+        is_new && ctx.setup.job.eval.at_start && ctx.options.observer.is_none()
     }
 
     /// Why the run ends before its last update; `None` if it continues.

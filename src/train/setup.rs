@@ -35,7 +35,10 @@ use crate::planner::budget::{self, TargetMachine};
 /// A prepared job.
 pub struct Setup {
     pub job: Job,
+    /// The test set is not kept: no run reads it.
     pub datasets: Datasets,
+    /// Samples of the test set, if the job has one.
+    pub test_samples: Option<u64>,
     /// What training minimizes.
     pub loss: LossOptions,
     /// What evaluations compute.
@@ -180,11 +183,13 @@ impl Setup {
         let (seed, shuffle, shuffle_buffer) = (job.seed, job.data.loader.shuffle, shuffle_buffer(&job));
         let opening = DatasetContext { max_bytes: ram, seed, shuffle, shuffle_buffer, ..opening.clone() };
         let before = measure::live_bytes();
-        let sets = Datasets::open(&job, &opening)?;
+        let mut sets = Datasets::open(&job, &opening)?;
+        let test_samples = sets.test.take().map(|test| test.samples());
         let opened_heap_bytes = measure::live_bytes().saturating_sub(before);
         let setup = Self::from_datasets(sets, job, ram)?;
         let data_cache_bytes = opening.cache.used_bytes();
-        Ok(Self { opened_heap_bytes, data_cache_bytes, large_images: opening.large_images, ..setup })
+        let large_images = opening.large_images;
+        Ok(Self { test_samples, opened_heap_bytes, data_cache_bytes, large_images, ..setup })
     }
 
     /// As [`Setup::new`], with datasets that are already open.
@@ -229,6 +234,7 @@ impl Setup {
             gpu: None,
             reference: false,
             job,
+            test_samples: datasets.test.as_ref().map(|test| test.samples()),
             datasets,
             network: built.network,
             fused_elsewhere: OnceLock::new(),

@@ -37,6 +37,7 @@ use self::decode::ImageDecoder;
 use self::header::ImageHeader;
 use self::listing::ImageListing;
 use super::labels::{self, LabelLists};
+use super::split::SampleKeys;
 use super::transforms::{
     Image, LargeImages, LargestImage, Pipeline, Pixels, Scratch, ScratchGuard, ScratchPool, scratch_bytes,
 };
@@ -72,6 +73,17 @@ pub struct ImageFiles {
     pub compressed: bool,
     header_stats: HeaderStats,
     large_images: Arc<LargeImages>,
+}
+
+/// The classes of the images.
+impl SampleKeys for ImageFiles {
+    fn for_each(&self, visit: &mut dyn FnMut(u64) -> Result<(), DataError>) -> Result<(), DataError> {
+        (0..self.listing.len()).try_for_each(|index| visit(u64::from(self.listing.class(index))))
+    }
+
+    fn name(&self, key: u64, _: u64) -> String {
+        self.names().as_slice().get(key as usize).map_or_else(String::new, |name| format!("`{name}`"))
+    }
 }
 
 /// Summary of all headers.

@@ -7,6 +7,7 @@
 use std::{
     collections::BTreeSet,
     io::Write,
+    ops::Range,
     path::{Path, PathBuf},
     sync::Arc,
 };
@@ -15,20 +16,25 @@ use super::DataError;
 use super::pieces::for_each_piece;
 use super::text_memory::{TextError, TextMemory};
 use super::token_storage::{TokenFiles, TokenIdFile, TokenWidth};
-use super::token_windows::{TokenDecoder, TokenWindows, WindowPlacement, display_name, valid_start};
+use super::token_windows::{
+    TokenDecoder, TokenRanges, TokenWindows, WindowPlacement, WindowSets, display_name,
+};
 use super::tokenizer::{CharTokenizer, Separator, SplitRule, Tokenizer, TokenizerSpec};
 use crate::data::DatasetContext;
 use crate::data::cache::CacheKey;
 use crate::data::files::{self, FileCompression};
+use crate::data::split::SplitSettings;
 
 /// Which text to read, and how to build samples from it.
 #[derive(Clone, Debug)]
 pub struct TextSettings {
     pub train: Vec<PathBuf>,
-    /// Validation files; if empty, the end of the text is the validation set.
+    /// Validation files; if empty, a part of the text is the validation set.
     pub valid: Vec<PathBuf>,
-    /// Fraction of the tokens, at the end of the text, that is the validation set.
-    pub valid_fraction: f64,
+    /// Test files; if empty, there is no test set, or it is the end of the text.
+    pub test: Vec<PathBuf>,
+    /// How the text is split, always by position.
+    pub split: SplitSettings,
     pub tokenizer: TokenizerSpec,
     pub separator: Separator,
     pub context: usize,
@@ -36,16 +42,14 @@ pub struct TextSettings {
     pub placement: WindowPlacement,
 }
 
-/// Opens the training and the validation windows.
-pub fn open(
-    settings: &TextSettings,
-    ctx: &DatasetContext,
-) -> Result<(TokenWindows, TokenWindows), DataError> {
-    let (train, valid) =
-        (files::resolve_patterns(&settings.train)?, files::resolve_patterns(&settings.valid)?);
+/// Opens the windows of all sets.
+pub fn open(settings: &TextSettings, ctx: &DatasetContext) -> Result<WindowSets, DataError> {
+    let resolve = files::resolve_patterns;
+    let (train, valid, test) =
+        (resolve(&settings.train)?, resolve(&settings.valid)?, resolve(&settings.test)?);
     let tokenizer = match settings.tokenizer.load_within_memory(ctx)? {
         Some(tokenizer) => tokenizer,
-        None => Tokenizer::Characters(character_vocabulary(&[&train[..], &valid].concat(), ctx)?),
+        None => Tokenizer::Characters(character_vocabulary(&[&train[..], &valid, &test].concat(), ctx)?),
     };
     let separator = tokenizer.separator(&settings.separator)?;
     let tokenize = |files: &[PathBuf]| -> Result<Arc<TokenFiles>, DataError> {
@@ -55,7 +59,8 @@ pub fn open(
     };
     let ids = tokenize(&train)?;
     let shape = (settings.context, tokenizer.vocab());
-    let valid_ids = (!valid.is_empty()).then(|| tokenize(&valid)).transpose()?;
+    let own = |files: &[PathBuf]| (!files.is_empty()).then(|| tokenize(files)).transpose();
+    let (valid_ids, test_ids) = (own(&valid)?, own(&test)?);
     let separator_text = separator.map_or("none".into(), |id| format!("`{}`", tokenizer.decode(&[id])));
     let about = |name: &str, tokens: u64| {
         vec![
@@ -65,23 +70,22 @@ pub fn open(
         ]
     };
     let decoder = Arc::new(TokenDecoder::new(&settings.tokenizer, tokenizer));
-    let windows = |ids: &Arc<TokenFiles>, part: std::ops::Range<u64>, placement, name: &str| {
-        let tokens = part.end - part.start;
-        let set = TokenWindows::new(ids.clone(), [part], shape, placement, name)?;
+    let windows = |ids: &Arc<TokenFiles>, ranges: Vec<Range<u64>>, placement, name: &str| {
+        let tokens = ranges.iter().map(|range| range.end - range.start).sum();
+        let set = TokenWindows::new(ids.clone(), ranges, shape, placement, name)?;
         Ok(set.with_description(Some(decoder.clone()), about(name, tokens)))
     };
-    let whole = 0..ids.len();
-    match valid_ids {
-        Some(own) => {
-            let train = windows(&ids, whole, settings.placement, "train")?;
-            Ok((train, windows(&own, 0..own.len(), WindowPlacement::Fixed, "valid")?))
-        }
-        None => {
-            let border = valid_start(&whole, settings.valid_fraction);
-            let train = windows(&ids, 0..border, settings.placement, "train")?;
-            Ok((train, windows(&ids, border..whole.end, WindowPlacement::Fixed, "valid")?))
-        }
-    }
+    let TokenRanges { train, valid, test } = TokenRanges::new(ids.len(), &settings.split);
+    let other = |own: Option<Arc<TokenFiles>>, part: Vec<Range<u64>>, name: &str| match own {
+        Some(own) => windows(&own, Vec::from([0..own.len()]), WindowPlacement::Fixed, name),
+        None => windows(&ids, part, WindowPlacement::Fixed, name),
+    };
+    let has_test = test_ids.is_some() || settings.split.test_fraction > 0.0;
+    Ok(WindowSets {
+        train: windows(&ids, train, settings.placement, "train")?,
+        valid: other(valid_ids, valid, "valid")?,
+        test: has_test.then(|| other(test_ids, test, "test")).transpose()?,
+    })
 }
 
 /// Distinct characters of `files`; cached.
@@ -201,6 +205,7 @@ impl TextCorpus<'_> {
 mod tests {
     use super::*;
     use crate::data::cache::Cache;
+    use crate::data::split::{Fold, ValidSet};
     use crate::data::{BatchRow, Dataset, SampleKey, SliceMut, published_dataset};
 
     struct TextFixture {
@@ -222,7 +227,7 @@ mod tests {
         }
 
         fn open(&self, settings: &TextSettings) -> Result<(TokenWindows, TokenWindows), DataError> {
-            open(settings, &self.ctx)
+            open(settings, &self.ctx).map(|sets| (sets.train, sets.valid))
         }
     }
 
@@ -230,12 +235,18 @@ mod tests {
         TextSettings {
             train,
             valid: Vec::new(),
-            valid_fraction: 0.1,
+            test: Vec::new(),
+            split: SplitSettings::random(0.1),
             tokenizer: units,
             separator: Separator::Auto,
             context,
             placement: WindowPlacement::Fixed,
         }
+    }
+
+    /// All of the text is for training.
+    fn whole() -> SplitSettings {
+        SplitSettings { valid: ValidSet::OwnFiles, ..SplitSettings::random(0.1) }
     }
 
     fn window(set: &TokenWindows, index: u64, epoch: u64) -> (Vec<u32>, Vec<u32>) {
@@ -259,7 +270,7 @@ mod tests {
             vec![fixture.write("a", b"hello "), fixture.write("b", "wörld, and some more".as_bytes())];
         let (set, valid) = fixture
             .open(&TextSettings {
-                valid_fraction: 0.5,
+                split: SplitSettings::random(0.5),
                 ..settings(files.clone(), TokenizerSpec::Characters, 5)
             })
             .unwrap();
@@ -267,11 +278,36 @@ mod tests {
         assert_eq!(texts(&set, 0, 0), ("hello".into(), "ello ".into()));
         assert_eq!(texts(&set, 1, 3), (" wörl".into(), "wörld".into()));
         assert_eq!(texts(&valid, 0, 0).0, "and s", "the end of the text");
-        let own =
-            TextSettings { valid: vec![files[1].clone()], ..settings(files, TokenizerSpec::Characters, 5) };
+        let own = TextSettings {
+            valid: vec![files[1].clone()],
+            split: whole(),
+            ..settings(files, TokenizerSpec::Characters, 5)
+        };
         let (set, valid) = fixture.open(&own).unwrap();
         assert_eq!((set.len(), valid.len()), (5, 3));
         assert_eq!(texts(&valid, 0, 0).0, "wörld");
+    }
+
+    /// The test set is the end of the text; each other character is predicted in the validation set of one fold.
+    #[test]
+    fn folds_and_the_test_set_are_consecutive() {
+        let fixture = fixture();
+        let text: String = (0..100u8).map(|i| (b'!' + i % 90) as char).collect();
+        let file = fixture.write("a", text.as_bytes());
+        let mut validated = String::new();
+        for index in 0..4 {
+            let valid = ValidSet::Fold(Fold { index, folds: 4 });
+            let split = SplitSettings { test_fraction: 0.2, valid, ..SplitSettings::random(0.0) };
+            let settings = TextSettings { split, ..settings(vec![file.clone()], TokenizerSpec::Bytes, 4) };
+            let sets = open(&settings, &fixture.ctx).unwrap();
+            let inputs = |set: &TokenWindows| (0..set.len()).map(|i| texts(set, i, 0).0).collect::<String>();
+            assert_eq!(inputs(&sets.test.unwrap()), text[80..96]);
+            // The last token of a stretch is only a target.
+            assert_eq!(inputs(&sets.valid), text[20 * index as usize..][..16]);
+            assert!(!inputs(&sets.train).contains(&text[20 * index as usize..][..5]));
+            validated += &inputs(&sets.valid);
+        }
+        assert_eq!(validated.len(), 64);
     }
 
     #[test]
@@ -281,7 +317,7 @@ mod tests {
         let file = fixture.write("a", text.as_bytes());
         let random = TextSettings {
             placement: WindowPlacement::Random,
-            valid_fraction: 0.2,
+            split: SplitSettings::random(0.2),
             ..settings(vec![file], TokenizerSpec::Bytes, 8)
         };
         let (set, _) = fixture.open(&random).unwrap();
@@ -372,6 +408,7 @@ mod tests {
         let units = TokenizerSpec::File(tokenizers.join("gpt2/tokenizer.json"));
         let own = TextSettings {
             valid: vec![files[1].clone()],
+            split: whole(),
             ..settings(vec![files[0].clone()], units.clone(), 64)
         };
         let (a, b) = fixture.open(&own).unwrap();

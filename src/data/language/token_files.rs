@@ -13,18 +13,24 @@ use rayon::prelude::*;
 
 use super::DataError;
 use super::token_storage::{TokenFiles, TokenIdFile, TokenWidth};
-use super::token_windows::{TokenDecoder, TokenWindows, WindowPlacement, display_name, valid_start};
+use super::token_windows::{
+    TokenDecoder, TokenRanges, TokenWindows, WindowPlacement, WindowSets, display_name,
+};
 use super::tokenizer::TokenizerSpec;
 use crate::data::cache::CacheKey;
+use crate::data::split::SplitSettings;
 use crate::data::{DatasetContext, files};
 
 /// Which files to read, and how to build samples from them.
 #[derive(Clone, Debug)]
 pub struct TokenFileSettings {
     pub train: Vec<PathBuf>,
-    /// Validation files; if empty, the end of the training files is the validation set.
+    /// Validation files; if empty, a part of the training files is the validation set.
     pub valid: Vec<PathBuf>,
-    pub valid_fraction: f64,
+    /// Test files; if empty, there is no test set, or it is the end of the training files.
+    pub test: Vec<PathBuf>,
+    /// How the training files are split, always by position.
+    pub split: SplitSettings,
     /// Bytes per id; detected if `None`.
     pub width: Option<TokenWidth>,
     /// Vocabulary size; if `None`, a pass over the files finds the largest id.
@@ -35,11 +41,8 @@ pub struct TokenFileSettings {
     pub placement: WindowPlacement,
 }
 
-/// Opens the training and the validation windows.
-pub fn open(
-    settings: &TokenFileSettings,
-    ctx: &DatasetContext,
-) -> Result<(TokenWindows, TokenWindows), DataError> {
+/// Opens the windows of all sets.
+pub fn open(settings: &TokenFileSettings, ctx: &DatasetContext) -> Result<WindowSets, DataError> {
     let open = |patterns: &[PathBuf]| -> Result<Arc<TokenFiles>, DataError> {
         let found = files::resolve_patterns(patterns)?;
         let ids = found
@@ -52,7 +55,7 @@ pub fn open(
         }
         Ok(Arc::new(TokenFiles::new(ids)))
     };
-    let (train, valid) = (open(&settings.train)?, open(&settings.valid)?);
+    let (train, valid, test) = (open(&settings.train)?, open(&settings.valid)?, open(&settings.test)?);
     let known_vocab = match (settings.vocab, &settings.tokenizer) {
         (None, Some(file)) => {
             TokenizerSpec::File(file.clone()).load_within_memory(ctx)?.map(|tokenizer| tokenizer.vocab())
@@ -62,9 +65,11 @@ pub fn open(
     let vocab = match known_vocab {
         Some(vocab) => vocab,
         None => {
-            let both = [&train, &valid].map(|ids| largest_token(ids, settings.width, ctx));
-            let [a, b] = both;
-            a?.max(b?) as usize + 1
+            let mut largest = 0;
+            for ids in [&train, &valid, &test] {
+                largest = largest.max(largest_token(ids, settings.width, ctx)?);
+            }
+            largest as usize + 1
         }
     };
     let placement = settings.placement;
@@ -85,21 +90,24 @@ pub fn open(
     };
     let files =
         |ids: &TokenFiles| (0..ids.files().len()).map(|part| ids.file_range(part)).collect::<Vec<_>>();
-    if valid.is_empty() {
-        let border = valid_start(&(0..train.len()), settings.valid_fraction);
-        let cut = |part: fn(Range<u64>, u64) -> Range<u64>| {
-            files(&train).into_iter().map(|file| part(file, border)).filter(|part| !part.is_empty()).collect()
-        };
-        let before = cut(|file, border| file.start..file.end.min(border));
-        let after = cut(|file, border| file.start.max(border)..file.end);
-        Ok((
-            windows(&train, before, placement, "train")?,
-            windows(&train, after, WindowPlacement::Fixed, "valid")?,
-        ))
-    } else {
-        let valid_windows = windows(&valid, files(&valid), WindowPlacement::Fixed, "valid")?;
-        Ok((windows(&train, files(&train), placement, "train")?, valid_windows))
-    }
+    // The parts of the training files within these ranges.
+    let within = |ranges: &[Range<u64>]| -> Vec<Range<u64>> {
+        let parts = files(&train).into_iter().flat_map(|file| {
+            ranges.iter().map(move |range| file.start.max(range.start)..file.end.min(range.end))
+        });
+        parts.filter(|part| !part.is_empty()).collect()
+    };
+    let ranges = TokenRanges::new(train.len(), &settings.split);
+    let other = |own: &Arc<TokenFiles>, part: &[Range<u64>], name: &str| match own.is_empty() {
+        true => windows(&train, within(part), WindowPlacement::Fixed, name),
+        false => windows(own, files(own), WindowPlacement::Fixed, name),
+    };
+    let has_test = !test.is_empty() || settings.split.test_fraction > 0.0;
+    Ok(WindowSets {
+        train: windows(&train, within(&ranges.train), placement, "train")?,
+        valid: other(&valid, &ranges.valid, "valid")?,
+        test: has_test.then(|| other(&test, &ranges.test, "test")).transpose()?,
+    })
 }
 
 /// Ids scanned per task and between two progress reports.
@@ -145,6 +153,7 @@ fn largest_token(
 mod tests {
     use super::*;
     use crate::data::cache::Cache;
+    use crate::data::split::ValidSet;
     use crate::data::{BatchRow, Dataset, SampleKey, SliceMut};
 
     struct TokenFileFixture {
@@ -170,7 +179,8 @@ mod tests {
             TokenFileSettings {
                 train: vec![self.folder.path().join(train)],
                 valid: Vec::new(),
-                valid_fraction: 0.25,
+                test: Vec::new(),
+                split: SplitSettings::random(0.25),
                 width: Some(TokenWidth::U16),
                 vocab: None,
                 tokenizer: None,
@@ -194,7 +204,7 @@ mod tests {
         let fixture = fixture();
         fixture.write("a.bin", 0..11);
         fixture.write("b.bin", 100..109);
-        let (train, valid) = open(&fixture.settings("*.bin", 4), &fixture.ctx).unwrap();
+        let WindowSets { train, valid, .. } = open(&fixture.settings("*.bin", 4), &fixture.ctx).unwrap();
         // The first 15 of 20 tokens are for training: 0..11, and 100..104, which is too short for a window.
         let all = |set: &TokenWindows| (0..set.len()).map(|i| read(set, i, 0).unwrap()).collect::<Vec<_>>();
         let expected = [(vec![0, 1, 2, 3], vec![1, 2, 3, 4]), (vec![4, 5, 6, 7], vec![5, 6, 7, 8])];
@@ -207,10 +217,11 @@ mod tests {
         // Random placement never crosses a file boundary.
         let settings = TokenFileSettings {
             valid: vec![fixture.folder.path().join("b.bin")],
+            split: SplitSettings { valid: ValidSet::OwnFiles, ..SplitSettings::random(0.25) },
             placement: WindowPlacement::Random,
             ..fixture.settings("*.bin", 4)
         };
-        let (train, valid) = open(&settings, &fixture.ctx).unwrap();
+        let WindowSets { train, valid, .. } = open(&settings, &fixture.ctx).unwrap();
         let mut seen = std::collections::BTreeSet::new();
         for epoch in 0..100 {
             for i in 0..train.len() {
@@ -228,7 +239,7 @@ mod tests {
         let fixture = fixture();
         fixture.write("a.bin", (0..20).map(|i| if i == 9 { 700 } else { i }));
         let settings = TokenFileSettings { vocab: Some(100), ..fixture.settings("a.bin", 4) };
-        let (train, _) = open(&settings, &fixture.ctx).unwrap();
+        let WindowSets { train, .. } = open(&settings, &fixture.ctx).unwrap();
         assert!(read(&train, 0, 0).is_ok());
         let error = read(&train, 2, 0).unwrap_err();
         assert!(error.is_bad_record());
@@ -237,7 +248,7 @@ mod tests {
             text.contains("a.bin`, record 9: `700` is not a token id below 100, the vocabulary size"),
             "{text}"
         );
-        let (train, _) = open(&fixture.settings("a.bin", 4), &fixture.ctx).unwrap();
+        let WindowSets { train, .. } = open(&fixture.settings("a.bin", 4), &fixture.ctx).unwrap();
         assert_eq!(train.describe()[1].1, "701", "found");
     }
 

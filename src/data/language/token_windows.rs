@@ -11,6 +11,7 @@ use super::tokenizer::{MAX_TOKENIZER_BYTES, Tokenizer, TokenizerSpec};
 use super::{BatchRow, DataError, Dataset, Features, InputSpec, SampleKey, TargetSpec};
 use crate::base::random::{RngKey, stream_id};
 use crate::base::regular_file;
+use crate::data::split::{SplitSettings, ValidSet};
 use crate::kernels::cross_entropy::IGNORE_INDEX;
 
 /// How the windows of a dataset are placed.
@@ -106,6 +107,13 @@ pub struct TokenWindows {
     loss_mask: Option<Arc<LossMask>>,
     decoder: Option<Arc<TokenDecoder>>,
     description: Vec<(String, String)>,
+}
+
+/// The windows of all sets.
+pub struct WindowSets {
+    pub train: TokenWindows,
+    pub valid: TokenWindows,
+    pub test: Option<TokenWindows>,
 }
 
 struct WindowRange {
@@ -248,10 +256,33 @@ impl TokenWindows {
     }
 }
 
-/// Start of the last `valid_fraction` of a range.
-pub fn valid_start(stretch: &Range<u64>, valid_fraction: f64) -> u64 {
-    let len = stretch.end - stretch.start;
-    stretch.start + (len as f64 * (1.0 - valid_fraction.clamp(0.0, 1.0))) as u64
+/// Which tokens of a stream belong to which set.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TokenRanges {
+    pub train: Vec<Range<u64>>,
+    pub valid: Vec<Range<u64>>,
+    pub test: Vec<Range<u64>>,
+}
+
+impl TokenRanges {
+    /// Splits a stream of `tokens` tokens by position, since windows drawn from one text at random overlap: its end is
+    /// the test set, the end of the rest or a fold of it the validation set.
+    pub fn new(tokens: u64, split: &SplitSettings) -> Self {
+        let before_last = |fraction: f64| (tokens as f64 * fraction.clamp(0.0, 1.0)) as u64;
+        let test_start = before_last(1.0 - split.test_fraction);
+        let valid = match split.valid {
+            ValidSet::OwnFiles => test_start..test_start,
+            ValidSet::Fraction(fraction) => before_last(1.0 - split.test_fraction - fraction)..test_start,
+            ValidSet::Fold(fold) => fold.consecutive(test_start),
+        };
+        let train = [0..valid.start, valid.end..test_start];
+        let not_empty = |range: Range<u64>| (!range.is_empty()).then_some(range);
+        Self {
+            train: train.into_iter().filter_map(not_empty).collect(),
+            valid: Vec::from_iter(not_empty(valid)),
+            test: Vec::from_iter(not_empty(test_start..tokens)),
+        }
+    }
 }
 
 /// File name for display.

@@ -232,7 +232,8 @@ pub fn select_columns(
         ("categorical", &settings.categorical),
         ("numeric", &settings.numeric),
     ];
-    for (key, list) in lists {
+    let group = ("group", &Vec::from_iter(settings.group.clone()));
+    for (key, list) in lists.into_iter().chain([group]) {
         for name in list {
             if !places.contains_key(name.as_str()) {
                 return Err(wrong(
@@ -270,7 +271,8 @@ pub fn select_columns(
     let mut columns = Vec::new();
     for (i, name) in names.iter().enumerate() {
         let used = (chosen.is_empty() || chosen.contains(name.as_str())) && !ignored.contains(name.as_str());
-        if !used || target.contains(name.as_str()) || weights.contains(name.as_str()) {
+        let groups = settings.group.as_ref() == Some(name) && !chosen.contains(name.as_str());
+        if !used || groups || target.contains(name.as_str()) || weights.contains(name.as_str()) {
             continue;
         }
         // A list of texts in Parquet gets an error of its own below.

@@ -1,4 +1,4 @@
-//! Opens the training and the validation set of a table from files and settings.
+//! Opens the sets of a table from files and settings.
 
 use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
@@ -13,6 +13,7 @@ use super::dialect_detection::DialectSettings;
 use super::encoding::{RowEncoder, TableSchema};
 use super::inference::ColumnInference;
 use super::parquet::{ParquetDataset, ParquetFiles};
+use super::split_keys::RowSplit;
 use super::statistics::{StatisticsPass, TableStatistics};
 use super::text_encoding::TextEncoding;
 use super::{MissingPolicy, TableReader, TableSettings, parquet_partitions};
@@ -20,18 +21,21 @@ use crate::base::regular_file;
 use crate::base::units::counted;
 use crate::data::cache::CacheKey;
 use crate::data::files::{self, FileCompression};
-use crate::data::split::{self, SplitPlan};
+use crate::data::split::{self, DatasetSplit, SplitPlan, SplitSettings, Subset, TrainFiles};
 use crate::data::streaming::{ShardedDataset, StreamingDataset};
-use crate::data::{DataError, Dataset, DatasetContext};
+use crate::data::{DataError, Dataset, DatasetContext, Datasets};
 
 /// Where the rows are.
 #[derive(Clone, Debug)]
 pub struct TableFiles {
     /// File names or glob patterns.
     pub train: Vec<PathBuf>,
-    /// If empty, `valid_fraction` of the rows of `train` are the validation set.
+    /// If empty, some of the rows of `train` are the validation set.
     pub valid: Vec<PathBuf>,
-    pub valid_fraction: f64,
+    /// If empty, there is no test set, or it is some of the rows of `train`.
+    pub test: Vec<PathBuf>,
+    /// How the rows of `train` are split.
+    pub split: SplitSettings,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -83,16 +87,16 @@ fn starts_with(file: &Path, magic: &[u8]) -> Result<bool, DataError> {
     Ok(start == magic)
 }
 
-/// A training or validation set.
+/// A set of rows.
 pub type DatasetRef = Arc<dyn Dataset>;
 
-/// Opens the training and the validation set.
+/// Opens all sets.
 pub fn open(
     files: &TableFiles,
     format: TableFileFormat,
     settings: &TableSettings,
     ctx: &DatasetContext,
-) -> Result<(DatasetRef, DatasetRef), DataError> {
+) -> Result<Datasets, DataError> {
     let resolve = |patterns: &[PathBuf]| format.resolve(patterns);
     let paths = resolve(&files.train)?;
     let format = OpenFormat::detect(format, &paths[0])?;
@@ -105,64 +109,81 @@ pub fn open(
         settings,
     )?;
     let columns = &selected.columns[..];
-    train.measure_readers(columns, ctx)?;
-    let valid = match &files.valid[..] {
-        [] => None,
-        patterns => {
-            let valid_paths = resolve(patterns)?;
-            let mut valid = OpenedTable::open(&valid_paths, format, ctx)?;
-            check_same_columns(&paths[0], &train.names, &valid_paths[0], &valid.names)?;
-            valid.measure_readers(columns, ctx)?;
-            Some(valid)
+    let split_plan = match files.split.is_whole() {
+        true => None,
+        false => {
+            let (paths, parser, split) = (&paths[..], &parser, &files.split);
+            Some(train.split_plan(&RowSplit { paths, format, columns, parser, settings, split }, ctx)?)
         }
     };
-    let split_plan = match valid {
-        None => Some(SplitPlan::new(train.reader().rows(), files.valid_fraction, ctx.seed)?),
-        Some(_) => None,
+    train.measure_readers(columns, ctx)?;
+    let names = train.names.clone();
+    let open_other = |patterns: &[PathBuf]| {
+        let other_paths = resolve(patterns)?;
+        let mut other = OpenedTable::open(&other_paths, format, ctx)?;
+        check_same_columns(&paths[0], &names, &other_paths[0], &other.names)?;
+        other.measure_readers(columns, ctx)?;
+        Ok::<_, DataError>(other)
     };
+    let others = [&files.valid, &files.test].map(|patterns| match patterns.is_empty() {
+        true => Ok(None),
+        false => open_other(patterns).map(Some),
+    });
+    let [valid, test] = others;
+    let (valid, test) = (valid?, test?);
     let statistics = if needs_statistics(settings, columns) {
         let pass = StatisticsPass {
             file: &paths[0],
             columns,
             parser: &parser,
             settings,
-            split_plan,
+            split_plan: split_plan.as_ref(),
             observer: &*ctx.observer,
         };
         Some(load_statistics(&pass, &paths, format, train.reader(), ctx)?)
     } else {
         None
     };
-    let schema = TableSchema::new(selected.columns, &train.names, statistics);
+    let schema = TableSchema::new(selected.columns, &names, statistics);
     let encoder = Arc::new(RowEncoder::new(&paths[0], schema, &selected.remarks, parser, settings)?);
-    // The class counts cover the training rows. They are those of the whole file only if validation has its own files.
-    let balance = encoder.class_counts.clone().filter(|_| valid.is_some());
+    // The class counts cover the training rows, which are all rows of the files only if these are not split.
+    let balance = encoder.class_counts.clone().filter(|_| split_plan.is_none());
     let train = train.into_dataset(&encoder, balance, Some(ctx.shuffle_buffer));
-    match valid {
-        Some(valid) => Ok((train, valid.into_dataset(&encoder, None, None))),
-        None => {
-            let (train, valid) = split::random_split(train, files.valid_fraction, ctx.seed)?;
-            Ok((Arc::new(train), Arc::new(valid)))
-        }
-    }
+    let [valid, test] = [valid, test].map(|own| own.map(|table| table.into_dataset(&encoder, None, None)));
+    let files = TrainFiles { others: train.clone(), train };
+    Ok(split::job_datasets(files, split_plan, valid, test))
 }
 
-/// Opens files whose rows are encoded as those of another table were, in the order of the files.
+/// Opens files whose rows are encoded as those of another table were, in the order of the files: all rows or, with
+/// `part`, those of one set of a split.
 pub fn open_with_schema(
     files: &[PathBuf],
     format: TableFileFormat,
     settings: &TableSettings,
     schema: &TableSchema,
+    part: Option<(&SplitSettings, DatasetSplit)>,
     ctx: &DatasetContext,
 ) -> Result<DatasetRef, DataError> {
     let paths = format.resolve(files)?;
     let format = OpenFormat::detect(format, &paths[0])?;
     let mut table = OpenedTable::open(&paths, format, ctx)?;
     let schema = schema.located(&paths[0], &table.names)?;
-    table.measure_readers(&schema.columns, ctx)?;
     let parser = CellParser::of_settings(settings, format.encoding());
+    let plan = match part {
+        Some((split, set)) => {
+            let (paths, columns, parser) = (&paths[..], &schema.columns[..], &parser);
+            let rows = RowSplit { paths, format, columns, parser, settings, split };
+            Some((table.split_plan(&rows, ctx)?, set))
+        }
+        None => None,
+    };
+    table.measure_readers(&schema.columns, ctx)?;
     let encoder = Arc::new(RowEncoder::new(&paths[0], schema, &Default::default(), parser, settings)?);
-    Ok(table.into_dataset(&encoder, None, None))
+    let rows = table.into_dataset(&encoder, None, None);
+    Ok(match plan {
+        Some((plan, set)) => Arc::new(Subset::alone(rows, plan, set)),
+        None => rows,
+    })
 }
 
 /// Whether a pass over the training rows is needed before the first sample can be encoded.
@@ -185,7 +206,8 @@ fn load_statistics(
     reader: &dyn TableReader,
     ctx: &DatasetContext,
 ) -> Result<TableStatistics, DataError> {
-    let how = format!("{format:?} {:?} {:?} {:?}", pass.columns, pass.settings, pass.split_plan);
+    let split = pass.split_plan.map(SplitPlan::cache_settings);
+    let how = format!("{format:?} {:?} {:?} {split:?}", pass.columns, pass.settings);
     let cache_key = CacheKey::new(paths, &how)?;
     let kept = ctx.cache.find("table-statistics", cache_key).and_then(|path| std::fs::read(path).ok());
     if let Some(kept) = kept.and_then(|kept| serde_json::from_slice::<TableStatistics>(&kept).ok()) {
@@ -232,13 +254,13 @@ pub fn check_same_columns(
         file: other.to_owned(),
         place: String::new(),
         problem,
-        hint: "all training and validation files must have the same columns in the same order",
+        hint: "all files of a job must have the same columns in the same order",
     })
 }
 
 /// Opened files, before the encoding of their cells is known.
-struct OpenedTable {
-    names: Vec<String>,
+pub(super) struct OpenedTable {
+    pub(super) names: Vec<String>,
     backend: TableBackend,
 }
 
@@ -296,7 +318,7 @@ impl OpenedTable {
         Ok(Self { names, backend: reader })
     }
 
-    fn reader(&self) -> &dyn TableReader {
+    pub(super) fn reader(&self) -> &dyn TableReader {
         match &self.backend {
             TableBackend::Csv { text, .. } => text,
             TableBackend::CompressedCsv { packed, .. } => packed,
@@ -305,7 +327,11 @@ impl OpenedTable {
     }
 
     /// Finds what reading the columns in use takes, if that depends on the files.
-    fn measure_readers(&mut self, columns: &[Column], ctx: &DatasetContext) -> Result<(), DataError> {
+    pub(super) fn measure_readers(
+        &mut self,
+        columns: &[Column],
+        ctx: &DatasetContext,
+    ) -> Result<(), DataError> {
         match &mut self.backend {
             TableBackend::Parquet(parquet) => parquet.measure_readers(columns, ctx),
             TableBackend::Csv { .. } | TableBackend::CompressedCsv { .. } => Ok(()),

@@ -32,6 +32,7 @@ mod parquet_partitions;
 mod parquet_values;
 mod row_index;
 mod rows;
+mod split_keys;
 mod statistics;
 #[cfg(test)]
 mod tests;
@@ -66,6 +67,8 @@ pub struct TableSettings {
     /// Input columns; empty for all others.
     pub columns: Vec<String>,
     pub ignore: Vec<String>,
+    /// Column whose values group the rows for a split; no input unless `columns` names it.
+    pub group: Option<String>,
     pub categorical: Vec<String>,
     pub numeric: Vec<String>,
     pub task: TableTask,
@@ -135,6 +138,7 @@ impl Default for TableSettings {
             label_separator: None,
             columns: Vec::new(),
             ignore: Vec::new(),
+            group: None,
             categorical: Vec::new(),
             numeric: Vec::new(),
             task: TableTask::Auto,

@@ -90,7 +90,7 @@ pub struct StatisticsPass<'a> {
     pub parser: &'a CellParser,
     pub settings: &'a TableSettings,
     /// Which rows are for training; all if `None`.
-    pub split_plan: Option<SplitPlan>,
+    pub split_plan: Option<&'a SplitPlan>,
     pub observer: &'a dyn ProgressObserver,
 }
 

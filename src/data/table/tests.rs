@@ -12,6 +12,7 @@ use proptest::prelude::*;
 use super::dataset::DatasetRef;
 use super::*;
 use crate::data::cache::Cache;
+use crate::data::split::{SplitMethod, SplitSettings, ValidSet};
 use crate::data::{BatchRow, DatasetContext, InputSpec, SampleKey, SliceMut, TargetSpec, published_dataset};
 
 /// A folder for files and a cache.
@@ -39,8 +40,12 @@ impl TableFixture {
         format: TableFileFormat,
         settings: &TableSettings,
     ) -> Result<(DatasetRef, DatasetRef), DataError> {
-        let files = TableFiles { train: train.to_vec(), valid: valid.to_vec(), valid_fraction: 0.25 };
-        open(&files, format, settings, &self.dataset_context())
+        let mut split = SplitSettings::random(0.25);
+        if !valid.is_empty() {
+            split.valid = ValidSet::OwnFiles;
+        }
+        let files = TableFiles { train: train.to_vec(), valid: valid.to_vec(), test: Vec::new(), split };
+        open(&files, format, settings, &self.dataset_context()).map(|sets| (sets.train, sets.valid))
     }
 
     /// Opens one text file as both training and validation set.
@@ -540,4 +545,64 @@ fn adult_as_published() {
         )
         .unwrap();
     assert!(read(&valid, 0).unwrap_err().to_string().contains("`<=50K.` is not one of the 2 classes"));
+}
+
+/// Rows of a group stay together in every format; the group is no input; the test rows do not enter the statistics.
+#[test]
+fn rows_are_split_by_group_and_the_test_set_is_unseen() {
+    let fixture = TableFixture::new();
+    let row = |i: usize| format!("{},{},p{}\n", i, i % 2, i / 4);
+    let text = format!("x,y,patient\n{}", (0..80).map(row).collect::<String>());
+    let plain = fixture.file("a.csv", &text);
+    let packed = fixture.file("a.csv.gz", gzip(text.as_bytes()));
+    let settings = TableSettings { group: Some("patient".into()), ..target(&["y"]) };
+    let mut found: Vec<Vec<Vec<usize>>> = Vec::new();
+    for path in [plain, packed] {
+        let method = SplitMethod::Grouped("patient".into());
+        let split = SplitSettings { test_fraction: 0.25, valid: ValidSet::Fraction(0.25), method };
+        let files = TableFiles { train: vec![path], valid: Vec::new(), test: Vec::new(), split };
+        let format = TableFileFormat::Csv(Dialect::default().into());
+        let sets = open(&files, format, &settings, &fixture.dataset_context()).unwrap();
+        let Some(crate::data::TestSet::Open(test)) = sets.test else { panic!("no test set") };
+        assert_eq!(sets.train.features().input, InputSpec::Floats { shape: vec![1] });
+        let rows = |set: &DatasetRef| {
+            (0..set.len()).map(|i| read(set, i).unwrap().0[0] as usize).collect::<Vec<_>>()
+        };
+        let sets = [&sets.train, &sets.valid, &test].map(rows);
+        assert_eq!([sets[0].len(), sets[1].len(), sets[2].len()], [40, 20, 20]);
+        let group =
+            |rows: &Vec<usize>| rows.iter().map(|row| row / 4).collect::<std::collections::BTreeSet<_>>();
+        assert!(
+            group(&sets[0]).is_disjoint(&group(&sets[1])) && group(&sets[0]).is_disjoint(&group(&sets[2]))
+        );
+        found.push(sets.to_vec());
+    }
+    assert_eq!(found[0], found[1], "the same split of the same rows");
+    let wrong = TableSettings { group: Some("patien".into()), ..target(&["y"]) };
+    let error = fixture.csv(&text, Dialect::default(), &wrong).err().unwrap().to_string();
+    assert!(error.contains("`group` names `patien`, which is not a column"), "{error}");
+    assert!(error.contains("did you mean `patient`?"), "{error}");
+}
+
+/// A test row with a huge value and a new category changes neither the scale nor the categories.
+#[test]
+fn statistics_are_those_of_the_training_rows() {
+    let fixture = TableFixture::new();
+    let row = |i: usize| format!("{},{},{}\n", i % 7, ["a", "b"][i % 2], i % 2);
+    let rows: String = (0..40).map(row).collect();
+    let train = fixture.file("train.csv", format!("x,c,y\n{rows}"));
+    let test = fixture.file("test.csv", "x,c,y\n1000000,new,0\n");
+    let settings = TableSettings { target: vec!["y".into()], ..TableSettings::default() };
+    let format = TableFileFormat::Csv(Dialect::default().into());
+    let schema = |test: Vec<PathBuf>| {
+        let files = TableFiles {
+            train: vec![train.clone()],
+            valid: Vec::new(),
+            test,
+            split: SplitSettings::random(0.25),
+        };
+        let sets = open(&files, format, &settings, &fixture.dataset_context()).unwrap();
+        format!("{:?}", sets.train.table_schema().unwrap())
+    };
+    assert_eq!(schema(vec![test]), schema(Vec::new()));
 }

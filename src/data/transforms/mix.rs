@@ -218,11 +218,12 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::data::shapes::{self, ShapesDataset};
+    use crate::data::shapes::ShapesDataset;
+    use crate::data::split::DatasetSplit;
 
     fn mixed(mixing: MixOptions) -> MixedDataset {
         MixedDataset::new(
-            Arc::new(ShapesDataset::new(16, 100, 5, shapes::ShapesSplit::Train).unwrap()),
+            Arc::new(ShapesDataset::new(16, 100, 5, DatasetSplit::Train).unwrap()),
             mixing,
             1,
             &DatasetContext::default(),

@@ -1,4 +1,4 @@
-//! Training and validation files: the keys that every file-based source shares.
+//! Training, validation and test files: the keys that every file-based source shares.
 
 use std::path::PathBuf;
 
@@ -6,6 +6,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use super::one_or_many::{list_of_one_or_many, one_or_list};
+use super::split::Fold;
 
 /// The files of a set.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
@@ -18,20 +19,54 @@ pub struct FilesConfig {
     #[serde(default, skip_serializing_if = "Vec::is_empty", deserialize_with = "list_of_one_or_many")]
     #[schemars(transform = each_a_path, transform = one_or_list)]
     pub valid: Vec<PathBuf>,
-    /// Fraction of the samples of `train` that is the validation set; unused if `valid` is given.
-    #[serde(default = "tenth")]
+    /// Fraction of the samples of `train` that is the validation set, 0.1 if absent; unused if `valid` is given.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(extend("exclusiveMinimum" = 0.0, "exclusiveMaximum" = 1.0))]
-    pub valid_fraction: f64,
+    pub valid_fraction: Option<f64>,
+    /// Test files, which training never reads: `trainer eval --split test` evaluates them.
+    #[serde(default, skip_serializing_if = "Vec::is_empty", deserialize_with = "list_of_one_or_many")]
+    #[schemars(transform = each_a_path, transform = one_or_list)]
+    pub test: Vec<PathBuf>,
+    /// Fraction of the samples of `train` that is the test set; none if absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(extend("exclusiveMinimum" = 0.0, "exclusiveMaximum" = 1.0))]
+    pub test_fraction: Option<f64>,
+    /// Cross-validation: `"2/5"` makes the second of five folds of the samples of `train` the validation set, after those
+    /// of `test_fraction` are set aside. A job for each fold validates every sample once.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub fold: Option<Fold>,
+}
+
+impl FilesConfig {
+    /// Fraction of the samples of `train` for validation, if it has no files of its own and is no fold.
+    pub fn valid_fraction(&self) -> f64 {
+        self.valid_fraction.unwrap_or(0.1)
+    }
+
+    /// Writes the default of the fraction, unless a fold takes its place, so that the resolved job states it.
+    pub(in crate::job) fn resolve(&mut self) {
+        if self.fold.is_none() {
+            self.valid_fraction.get_or_insert(0.1);
+        }
+    }
+
+    /// Only these files, all of them for validation.
+    pub fn only(files: &[PathBuf]) -> Self {
+        Self {
+            train: files.to_vec(),
+            valid: files.to_vec(),
+            valid_fraction: None,
+            test: Vec::new(),
+            test_fraction: None,
+            fold: None,
+        }
+    }
 }
 
 pub(super) fn each_a_path(schema: &mut schemars::Schema) {
     if let Some(items) = schema.get_mut("items").and_then(serde_json::Value::as_object_mut) {
         items.insert("format".into(), "path".into());
     }
-}
-
-pub(super) fn tenth() -> f64 {
-    0.1
 }
 
 #[cfg(test)]

@@ -15,6 +15,10 @@ pub struct ShapesConfig {
     /// Samples in the validation set.
     #[schemars(range(min = 1, max = 1_000_000_000))]
     pub valid_samples: usize,
+    /// Samples in the test set, which `trainer eval --split test` evaluates; 0 for none.
+    #[schemars(range(max = 1_000_000_000))]
+    #[serde(skip_serializing_if = "is_zero")]
+    pub test_samples: usize,
     /// Width and height of an image, in pixels.
     #[schemars(range(min = 16, max = 256))]
     pub image_size: usize,
@@ -28,6 +32,7 @@ impl Default for ShapesConfig {
         Self {
             train_samples: 12_000,
             valid_samples: 2_000,
+            test_samples: 0,
             image_size: 28,
             augment: AugmentConfig::default(),
         }
@@ -45,6 +50,10 @@ pub struct TextSyntheticConfig {
     /// Samples in the validation set.
     #[schemars(range(min = 1, max = 1_000_000_000))]
     pub valid_samples: usize,
+    /// Samples in the test set, which `trainer eval --split test` evaluates; 0 for none.
+    #[schemars(range(max = 1_000_000_000))]
+    #[serde(skip_serializing_if = "is_zero")]
+    pub test_samples: usize,
     /// Vocabulary size.
     #[schemars(range(min = 2, max = 1_000_000))]
     pub vocab: usize,
@@ -55,6 +64,10 @@ pub struct TextSyntheticConfig {
 
 impl Default for TextSyntheticConfig {
     fn default() -> Self {
-        Self { train_samples: 8_000, valid_samples: 1_000, vocab: 24, classes: 0 }
+        Self { train_samples: 8_000, valid_samples: 1_000, test_samples: 0, vocab: 24, classes: 0 }
     }
+}
+
+fn is_zero(samples: &usize) -> bool {
+    *samples == 0
 }

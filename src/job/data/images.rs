@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 use super::augment::AugmentConfig;
 use super::files::FilesConfig;
 use super::one_or_many::{OneOrMany, above_zero, at_least_one};
+use super::split::SplitKind;
 
 /// Images in idx files, as MNIST and its family are published; plain or gzip.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
@@ -24,6 +25,14 @@ pub struct IdxConfig {
     /// Labels of the validation images.
     #[schemars(extend("format" = "path"))]
     pub valid_labels: PathBuf,
+    /// Test images, which training never reads: `trainer eval --split test` evaluates them.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(extend("format" = "path"))]
+    pub test_images: Option<PathBuf>,
+    /// Labels of the test images.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(extend("format" = "path"))]
+    pub test_labels: Option<PathBuf>,
     /// Number of classes; labels are 0 to `classes` - 1.
     #[serde(default = "ten")]
     #[schemars(range(min = 2, max = 256))]
@@ -85,6 +94,9 @@ pub struct ImagesConfig {
     /// one class.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub label_separator: Option<String>,
+    /// How samples of `train` are assigned to the validation and the test set.
+    #[serde(default, skip_serializing_if = "SplitKind::is_random")]
+    pub split: SplitKind,
     /// An image whose header declares more pixels is a bad record and is not decoded.
     #[serde(default = "pixels")]
     #[schemars(range(min = 1, max = 4_000_000_000u64))]

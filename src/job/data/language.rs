@@ -6,9 +6,11 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use super::files::FilesConfig;
+use super::split::SplitKind;
 
 /// Text files, for a language model: one text, of which a sample is a window of the model's `context`. With
-/// `valid_fraction`, the validation set is the end of the text.
+/// `valid_fraction`, the validation set is the end of the text; with `test_fraction`, the test set is, and the validation
+/// set is before it. Folds are consecutive.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct TextConfig {
     #[serde(flatten)]
@@ -28,7 +30,8 @@ pub struct TextConfig {
 }
 
 /// Files of token ids, as nanoGPT's and llm.c's scripts write them, with random access; a sample is a window of the
-/// model's `context` within one file. With `valid_fraction`, the validation set is the end of the last files.
+/// model's `context` within one file. With `valid_fraction` and `test_fraction`, the validation and the test set are the
+/// end of the last files; folds are consecutive.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct TokensConfig {
     #[serde(flatten)]
@@ -85,6 +88,13 @@ pub struct JsonlConfig {
     /// The field with the class of a text, for a classifier.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub label: Option<String>,
+    /// How samples of `train` are assigned to the validation and the test set; packed records always by position.
+    #[serde(default, skip_serializing_if = "SplitKind::is_random")]
+    pub split: SplitKind,
+    /// A field whose values group the records, such as a user: all records of a group are in the same set, and records
+    /// without the field are one group.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub group: Option<String>,
     /// Pack the records, each followed by `separator`, into full windows without padding. With `valid_fraction`, the
     /// validation set is then the last records.
     #[serde(default)]

@@ -10,6 +10,7 @@ mod images;
 mod language;
 mod loader;
 pub(super) mod one_or_many;
+mod split;
 mod tables;
 
 pub use augment::AugmentConfig;
@@ -21,6 +22,7 @@ pub use language::{
 };
 pub use loader::{LoaderConfig, OnBadRecord};
 pub use one_or_many::OneOrMany;
+pub use split::{Fold, SplitKind};
 pub use tables::{
     CategoryEncoding, ColumnsConfig, Comment, CsvConfig, Dates, Decimal, Delimiter, Encoding, JsonConfig,
     OnMissing, OnUnknown, ParquetConfig, Quote, Task,
@@ -77,6 +79,47 @@ impl SourceConfig {
             | Self::Parquet(ParquetConfig { columns, .. }) => columns.label_separator.as_deref(),
             Self::Images(s) => s.label_separator.as_deref(),
             _ => None,
+        }
+    }
+
+    /// The files of the sets, if they are listed as for most kinds.
+    pub fn files(&self) -> Option<&FilesConfig> {
+        match self {
+            Self::Images(ImagesConfig { files, .. })
+            | Self::Csv(CsvConfig { files, .. })
+            | Self::Json(JsonConfig { files, .. })
+            | Self::Parquet(ParquetConfig { files, .. })
+            | Self::Text(TextConfig { files, .. })
+            | Self::Tokens(TokensConfig { files, .. })
+            | Self::Jsonl(JsonlConfig { files, .. }) => Some(files),
+            Self::Shapes(_) | Self::Idx(_) | Self::TextSynthetic(_) => None,
+        }
+    }
+
+    /// As [`files`](Self::files), to change them.
+    pub fn files_mut(&mut self) -> Option<&mut FilesConfig> {
+        match self {
+            Self::Images(ImagesConfig { files, .. })
+            | Self::Csv(CsvConfig { files, .. })
+            | Self::Json(JsonConfig { files, .. })
+            | Self::Parquet(ParquetConfig { files, .. })
+            | Self::Text(TextConfig { files, .. })
+            | Self::Tokens(TokensConfig { files, .. })
+            | Self::Jsonl(JsonlConfig { files, .. }) => Some(files),
+            Self::Shapes(_) | Self::Idx(_) | Self::TextSynthetic(_) => None,
+        }
+    }
+
+    /// How samples are assigned to sets, and the column or field that groups them.
+    pub fn split(&self) -> (SplitKind, Option<&str>) {
+        match self {
+            Self::Images(s) => (s.split, None),
+            Self::Csv(CsvConfig { columns, .. })
+            | Self::Json(JsonConfig { columns, .. })
+            | Self::Parquet(ParquetConfig { columns, .. }) => (columns.split, columns.group.as_deref()),
+            Self::Jsonl(s) => (s.split, s.group.as_deref()),
+            Self::Text(_) | Self::Tokens(_) => (SplitKind::Last, None),
+            Self::Shapes(_) | Self::Idx(_) | Self::TextSynthetic(_) => (SplitKind::Random, None),
         }
     }
 

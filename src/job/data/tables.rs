@@ -3,8 +3,8 @@
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use super::FilesConfig;
 use super::one_or_many::{OneOrMany, any_number, list_of_one_or_many, one_or_list};
+use super::{FilesConfig, SplitKind};
 
 /// Tables of text: rows of fields, quoted where needed; plain or compressed.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
@@ -91,6 +91,13 @@ pub struct ColumnsConfig {
     #[serde(default, skip_serializing_if = "Vec::is_empty", deserialize_with = "list_of_one_or_many")]
     #[schemars(extend("uniqueItems" = true), transform = one_or_list)]
     pub ignore: Vec<String>,
+    /// How samples of `train` are assigned to the validation and the test set.
+    #[serde(default, skip_serializing_if = "SplitKind::is_random")]
+    pub split: SplitKind,
+    /// A column whose values group the rows, such as a patient: all rows of a group are in the same set, and rows without a
+    /// value are one group. It is no input unless `columns` names it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub group: Option<String>,
     /// Categorical columns, whatever their values. Columns with text in the first 1000 rows are categorical by default.
     #[serde(default, skip_serializing_if = "Vec::is_empty", deserialize_with = "list_of_one_or_many")]
     #[schemars(extend("uniqueItems" = true), transform = one_or_list)]

@@ -4,7 +4,8 @@ use std::sync::Arc;
 
 use super::images::augment;
 use super::{Datasets, Failure};
-use crate::data::shapes::{self, ShapesDataset};
+use crate::data::shapes::ShapesDataset;
+use crate::data::split::DatasetSplit;
 use crate::data::transforms::Augmentation;
 use crate::data::{Dataset, DatasetContext, sequences};
 use crate::job;
@@ -15,21 +16,27 @@ pub(super) fn shapes(
     opening: &DatasetContext,
 ) -> Result<Datasets, Failure> {
     let part = |samples: usize, part| ShapesDataset::new(s.image_size, samples as u64, opening.seed, part);
-    let train = part(s.train_samples, shapes::ShapesSplit::Train)?.augmented(augment(&s.augment), readers)?;
-    let valid = part(s.valid_samples, shapes::ShapesSplit::Valid)?;
-    Datasets::new(train, valid).with_mixing(&s.augment, readers, opening)
+    let train = part(s.train_samples, DatasetSplit::Train)?.augmented(augment(&s.augment), readers)?;
+    let test = (s.test_samples > 0).then(|| part(s.test_samples, DatasetSplit::Test)).transpose()?;
+    let valid = part(s.valid_samples, DatasetSplit::Valid)?;
+    Datasets::new(train, valid, test).with_mixing(&s.augment, readers, opening)
 }
 
-/// The validation set, augmented for test time.
-pub(super) fn valid_shapes(
+/// One set, augmented for test time.
+pub(super) fn shapes_set(
     s: &job::ShapesConfig,
+    set: DatasetSplit,
     readers: usize,
     augmentation: Augmentation,
     opening: &DatasetContext,
 ) -> Result<Arc<dyn Dataset>, Failure> {
-    let (samples, part) = (s.valid_samples as u64, shapes::ShapesSplit::Valid);
-    let valid = ShapesDataset::new(s.image_size, samples, opening.seed, part)?;
-    Ok(Arc::new(valid.augmented(augmentation, readers)?))
+    let samples = match set {
+        DatasetSplit::Train => s.train_samples,
+        DatasetSplit::Valid => s.valid_samples,
+        DatasetSplit::Test => s.test_samples,
+    };
+    let images = ShapesDataset::new(s.image_size, samples as u64, opening.seed, set)?;
+    Ok(Arc::new(images.augmented(augmentation, readers)?))
 }
 
 pub(super) fn sequences(s: &job::TextSyntheticConfig, context: usize, opening: &DatasetContext) -> Datasets {
@@ -37,7 +44,8 @@ pub(super) fn sequences(s: &job::TextSyntheticConfig, context: usize, opening: &
         sequences::SequenceDataset::new(samples as u64, context, s.vocab, s.classes, opening.seed, part)
     };
     Datasets::new(
-        part(s.train_samples, sequences::SequencesSplit::Train),
-        part(s.valid_samples, sequences::SequencesSplit::Valid),
+        part(s.train_samples, DatasetSplit::Train),
+        part(s.valid_samples, DatasetSplit::Valid),
+        (s.test_samples > 0).then(|| part(s.test_samples, DatasetSplit::Test)),
     )
 }

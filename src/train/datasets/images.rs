@@ -12,20 +12,28 @@ use crate::data::idx::{self, IdxDataset};
 use crate::data::images::{
     self, ClassNames, ImageDataset, ImageFiles, ImageOptions, LabelColumns, TarShards,
 };
+use crate::data::split::{self, SplitPlan, SplitSettings, Subset, TrainFiles};
 use crate::data::streaming::{SEQUENTIAL_WINDOW_BYTES, StreamingDataset};
 use crate::data::transforms::mix::{MixOptions, MixedDataset};
 use crate::data::transforms::{
     self, ColorJitter, Normalise, Pipeline, RandAugment, RandomAffine, RandomBlur, RandomErasing,
     RandomResizedCrop, ResizeMode,
 };
-use crate::data::{DataError, Dataset, DatasetContext, split};
+use crate::data::{DataError, Dataset, DatasetContext, TestSet};
 use crate::job::{self, NormalizePreset, OneOrMany};
 
 pub(super) fn idx(s: &job::IdxConfig, readers: usize, opening: &DatasetContext) -> Result<Datasets, Failure> {
+    let other =
+        |images, labels| open_idx(s, images, labels, transforms::Augmentation::default(), readers, opening);
+    // First and not at the same time as the others: compressed images are read into memory.
+    let test = match (&s.test_images, &s.test_labels) {
+        (Some(images), Some(labels)) => Some(TestSet::Closed { samples: other(images, labels)?.len() }),
+        _ => None,
+    };
     let train = open_idx(s, &s.train_images, &s.train_labels, augment(&s.augment), readers, opening)?;
-    let plain = transforms::Augmentation::default();
-    let valid = open_idx(s, &s.valid_images, &s.valid_labels, plain, readers, opening)?;
-    Datasets::new(train, valid).with_mixing(&s.augment, readers, opening)
+    let valid = other(&s.valid_images, &s.valid_labels)?;
+    let sets = Datasets { train: Arc::new(train), valid: Arc::new(valid), test };
+    sets.with_mixing(&s.augment, readers, opening)
 }
 
 fn open_idx(
@@ -48,18 +56,23 @@ fn open_idx(
 }
 
 pub(super) fn idx_inputs(s: &job::IdxConfig) -> Vec<FingerprintInput> {
-    vec![
-        FingerprintInput::file("data.train_images", &s.train_images),
-        FingerprintInput::file("data.train_labels", &s.train_labels),
-        FingerprintInput::file("data.valid_images", &s.valid_images),
-        FingerprintInput::file("data.valid_labels", &s.valid_labels),
-    ]
+    let train = [("data.train_images", &s.train_images), ("data.train_labels", &s.train_labels)];
+    let valid = [("data.valid_images", &s.valid_images), ("data.valid_labels", &s.valid_labels)];
+    let test = s.test_images.iter().map(|file| ("data.test_images", file));
+    let test = test.chain(s.test_labels.iter().map(|file| ("data.test_labels", file)));
+    let files = train.into_iter().chain(valid).chain(test);
+    files.map(|(key, file)| FingerprintInput::file(key, file)).collect()
 }
 
 pub(super) fn inputs(s: &job::ImagesConfig) -> Result<Vec<FingerprintInput>, Failure> {
     let columns = columns(s);
-    let train = images::fingerprint_inputs(super::TRAIN, &s.files.train, &columns)?;
-    Ok([train, images::fingerprint_inputs(super::VALID, &s.files.valid, &columns)?].concat())
+    let mut inputs = Vec::new();
+    let files =
+        [(super::TRAIN, &s.files.train), (super::VALID, &s.files.valid), (super::TEST, &s.files.test)];
+    for (key, files) in files {
+        inputs.extend(images::fingerprint_inputs(key, files, &columns)?);
+    }
+    Ok(inputs)
 }
 
 fn columns(s: &job::ImagesConfig) -> LabelColumns {
@@ -72,6 +85,7 @@ fn columns(s: &job::ImagesConfig) -> LabelColumns {
 
 pub(super) fn images(
     s: &job::ImagesConfig,
+    split: &SplitSettings,
     readers: usize,
     opening: &DatasetContext,
 ) -> Result<Datasets, Failure> {
@@ -81,26 +95,24 @@ pub(super) fn images(
         ImageFiles::open(files, image_options(s, readers), classes, opening).map(Arc::new)
     };
     let train_files = open(&s.files.train, None)?;
-    let valid = match &s.files.valid[..] {
-        [] => None,
-        files => Some(open(files, Some(train_files.names()))?),
-    };
-    let set = dataset;
-    let train = set(train_files.clone(), &train_pipeline, opening.shuffle_buffer);
-    let sets = match valid {
-        Some(valid) => Datasets { train, valid: set(valid, &eval_pipeline, SEQUENTIAL_WINDOW_BYTES) },
-        None => {
-            // Both splits come from the same files and seed; only the training split is augmented.
-            let (train, _) = split::random_split(train, s.files.valid_fraction, opening.seed)?;
-            let (_, valid) = split::random_split(
-                set(train_files, &eval_pipeline, SEQUENTIAL_WINDOW_BYTES),
-                s.files.valid_fraction,
-                opening.seed,
-            )?;
-            Datasets::new(train, valid)
+    let own = |files: &[PathBuf]| match files {
+        [] => Ok::<_, DataError>(None),
+        files => {
+            let files = open(files, Some(train_files.names()))?;
+            Ok(Some(dataset(files, &eval_pipeline, SEQUENTIAL_WINDOW_BYTES)))
         }
     };
-    sets.with_mixing(&s.augment, readers, opening)
+    let (valid, test) = (own(&s.files.valid)?, own(&s.files.test)?);
+    let plan = match split.is_whole() {
+        true => None,
+        false => Some(SplitPlan::new(train_files.len(), split, Some(train_files.as_ref()), opening)?),
+    };
+    // Only the training set is augmented.
+    let files = TrainFiles {
+        train: dataset(train_files.clone(), &train_pipeline, opening.shuffle_buffer),
+        others: dataset(train_files, &eval_pipeline, SEQUENTIAL_WINDOW_BYTES),
+    };
+    split::job_datasets(files, plan, valid, test).with_mixing(&s.augment, readers, opening)
 }
 
 /// The normalization of images from files.
@@ -147,7 +159,7 @@ fn dataset(files: Arc<ImageFiles>, pipeline: &Pipeline, buffer: u64) -> Arc<dyn 
 /// Images for a trained model with these classes, augmented for test time.
 pub(super) fn open_trained(
     s: &job::ImagesConfig,
-    target: &TargetSpec,
+    (target, split): (&TargetSpec, &SplitSettings),
     readers: usize,
     (samples, augmentation): (Samples, transforms::Augmentation),
     opening: &DatasetContext,
@@ -156,17 +168,15 @@ pub(super) fn open_trained(
     let options = ImageOptions { multi_label, ..image_options(s, readers) };
     let pipeline = eval_pipeline(s)?.augmented(augmentation)?;
     let classes = ClassNames::from_names(target.names());
-    let labelled = |files: &[PathBuf]| {
-        let files = ImageFiles::open(files, options.clone(), Some(&classes), opening)?;
-        Ok::<_, Failure>(dataset(Arc::new(files), &pipeline, SEQUENTIAL_WINDOW_BYTES))
-    };
+    let labelled =
+        |files: &[PathBuf]| ImageFiles::open(files, options.clone(), Some(&classes), opening).map(Arc::new);
+    let set = |files: Arc<ImageFiles>| dataset(files, &pipeline, SEQUENTIAL_WINDOW_BYTES);
     match samples {
-        Samples::Labelled(files) => labelled(files),
-        Samples::Valid if !s.files.valid.is_empty() => labelled(&s.files.valid),
-        Samples::Valid => {
-            let (_, valid) =
-                split::random_split(labelled(&s.files.train)?, s.files.valid_fraction, opening.seed)?;
-            Ok(Arc::new(valid))
+        Samples::Labelled(files) => Ok(set(labelled(files)?)),
+        Samples::Set(part) => {
+            let files = labelled(&s.files.train)?;
+            let plan = SplitPlan::new(files.len(), split, Some(files.as_ref()), opening)?;
+            Ok(Arc::new(Subset::alone(set(files), plan, part)))
         }
         Samples::Unlabelled(files) => {
             let files = ImageFiles::open_unlabelled(files, options.clone(), &classes, opening)?;
@@ -179,14 +189,9 @@ pub(super) fn open_trained(
 pub(super) fn open_trained_idx(
     s: &job::IdxConfig,
     readers: usize,
-    (samples, augmentation): (Samples, transforms::Augmentation),
+    (files, augmentation): (&[PathBuf], transforms::Augmentation),
     opening: &DatasetContext,
 ) -> Result<Arc<dyn Dataset>, Failure> {
-    let own = [s.valid_images.clone(), s.valid_labels.clone()];
-    let files = match samples {
-        Samples::Valid => &own,
-        Samples::Labelled(files) | Samples::Unlabelled(files) => files,
-    };
     let [images, labels] = files else {
         return Err(DataError::InvalidSetting {
             name: "data",
@@ -212,7 +217,7 @@ impl Datasets {
             return Ok(self);
         }
         let train = MixedDataset::new(self.train, mixing, readers, opening)?;
-        Ok(Self { train: Arc::new(train), valid: self.valid })
+        Ok(Self { train: Arc::new(train), ..self })
     }
 }
 

@@ -4,18 +4,19 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use super::{Datasets, Failure, generated, images, language, readers, tables};
+use super::{Datasets, Failure, generated, images, language, readers, split_settings, tables};
 use crate::data::preprocessing::Preprocessing;
+use crate::data::split::DatasetSplit;
 use crate::data::transforms::Augmentation;
 use crate::data::views::TestTimeViews;
-use crate::data::{Dataset, DatasetContext};
+use crate::data::{DataError, Dataset, DatasetContext, TestSet};
 use crate::job::{self, Job, SourceConfig};
 
 /// Which samples to open.
 #[derive(Clone, Copy, Debug)]
 pub enum Samples<'a> {
-    /// The validation set of the job.
-    Valid,
+    /// A set of the job.
+    Set(DatasetSplit),
     /// Those of these files, with their targets.
     Labelled(&'a [PathBuf]),
     /// Those of these files, whose targets are not read.
@@ -32,6 +33,29 @@ pub enum TestTimeAugmentation {
     Flip,
     /// The image and its augmentations by the job, so many views in all.
     Views(u64),
+}
+
+impl Samples<'_> {
+    /// The set of the datasets that were opened for these samples.
+    fn set(self) -> DatasetSplit {
+        match self {
+            Samples::Set(set) => set,
+            Samples::Labelled(_) | Samples::Unlabelled(_) => DatasetSplit::Valid,
+        }
+    }
+}
+
+impl Datasets {
+    fn into_set(self, set: DatasetSplit) -> Arc<dyn Dataset> {
+        match (set, self.test) {
+            (DatasetSplit::Train, _) => self.train,
+            (DatasetSplit::Test, Some(TestSet::Open(test))) => test,
+            (DatasetSplit::Test, _) => {
+                unreachable!("files were opened, and a job without a test set refused, before")
+            }
+            (DatasetSplit::Valid, _) => self.valid,
+        }
+    }
 }
 
 /// A trained model, as far as its data is concerned.
@@ -84,6 +108,8 @@ impl TrainedOn<'_> {
         opening: &DatasetContext,
     ) -> Result<Arc<dyn Dataset>, Failure> {
         let job = self.job;
+        let own_files = self.own_files(samples)?;
+        let samples = own_files.as_deref().map_or(samples, Samples::Labelled);
         if let Some(table) = tables::TableSource::of(job) {
             return table.open_trained(self.schema()?, samples, opening);
         }
@@ -92,27 +118,70 @@ impl TrainedOn<'_> {
                 unreachable!("a table was opened above")
             }
             SourceConfig::Images(s) => {
+                let split = split_settings(&job.data.source, &s.files);
                 let target = &self.preprocessing.features.target;
-                images::open_trained(s, target, readers(job), (samples, augmentation), opening)
+                images::open_trained(s, (target, &split), readers(job), (samples, augmentation), opening)
             }
-            SourceConfig::Idx(s) => {
-                images::open_trained_idx(s, readers(job), (samples, augmentation), opening)
-            }
+            SourceConfig::Idx(s) => match samples {
+                Samples::Set(_) => unreachable!("every set of idx files has files of its own"),
+                Samples::Labelled(files) | Samples::Unlabelled(files) => {
+                    images::open_trained_idx(s, readers(job), (files, augmentation), opening)
+                }
+            },
             SourceConfig::Text(_) | SourceConfig::Tokens(_) | SourceConfig::Jsonl(_) => {
                 let job = self.language_job(samples);
                 let sets = match &job.data.source {
                     SourceConfig::Jsonl(s) => {
                         let (loading, context) = (&job.data.loader, super::context(&job)?);
                         let classes = (self.class_names(), matches!(samples, Samples::Unlabelled(_)));
-                        language::jsonl_of_classes(s, loading, context, classes, opening)?
+                        let split = split_settings(&job.data.source, &s.files);
+                        language::jsonl_of_classes(s, split, loading, context, classes, opening)?
                     }
                     _ => Datasets::open(&job, opening)?,
                 };
-                Ok(sets.valid)
+                Ok(sets.into_set(samples.set()))
             }
-            SourceConfig::Shapes(s) => generated::valid_shapes(s, readers(job), augmentation, opening),
-            SourceConfig::TextSynthetic(_) => Ok(Datasets::open(job, opening)?.valid),
+            SourceConfig::Shapes(s) => {
+                generated::shapes_set(s, samples.set(), readers(job), augmentation, opening)
+            }
+            SourceConfig::TextSynthetic(_) => Ok(Datasets::open(job, opening)?.into_set(samples.set())),
         }
+    }
+
+    /// The files of a set, if the set is all of their samples. An error if the job has no such set.
+    fn own_files(&self, samples: Samples) -> Result<Option<Vec<PathBuf>>, Failure> {
+        let Samples::Set(set) = samples else { return Ok(None) };
+        let no_test = |expected| {
+            Err(DataError::InvalidSetting { name: "--split", value: "test".into(), expected }.into())
+        };
+        let source = &self.job.data.source;
+        Ok(match (source, source.files(), set) {
+            (_, Some(files), DatasetSplit::Test) if !files.test.is_empty() => Some(files.test.clone()),
+            (_, Some(files), DatasetSplit::Test) if files.test_fraction.is_none() => {
+                return no_test(
+                    "the run has no test set: its job has neither `data.test` nor `data.test_fraction`",
+                );
+            }
+            (_, Some(files), DatasetSplit::Valid) if !files.valid.is_empty() => Some(files.valid.clone()),
+            (_, Some(files), DatasetSplit::Train) if split_settings(source, files).is_whole() => {
+                Some(files.train.clone())
+            }
+            (SourceConfig::Idx(s), ..) => match (set, &s.test_images, &s.test_labels) {
+                (DatasetSplit::Train, ..) => Some(vec![s.train_images.clone(), s.train_labels.clone()]),
+                (DatasetSplit::Valid, ..) => Some(vec![s.valid_images.clone(), s.valid_labels.clone()]),
+                (DatasetSplit::Test, Some(images), Some(labels)) => {
+                    Some(vec![images.clone(), labels.clone()])
+                }
+                _ => return no_test("the run has no test set: its job has no `data.test_images`"),
+            },
+            (
+                SourceConfig::Shapes(job::ShapesConfig { test_samples: 0, .. })
+                | SourceConfig::TextSynthetic(job::TextSyntheticConfig { test_samples: 0, .. }),
+                _,
+                DatasetSplit::Test,
+            ) => return no_test("the run has no test set: its job has no `data.test_samples`"),
+            _ => None,
+        })
     }
 
     fn schema(&self) -> Result<&crate::data::table::TableSchema, Failure> {
@@ -130,15 +199,10 @@ impl TrainedOn<'_> {
     fn language_job(&self, samples: Samples) -> Job {
         let mut job = self.job.clone();
         let tokenizer = self.tokenizer.map(|file| file.to_string_lossy().into_owned());
-        let files = match samples {
-            Samples::Valid => None,
-            Samples::Labelled(files) | Samples::Unlabelled(files) => Some(files),
-        };
-        let put_files = |of: &mut job::FilesConfig| match files {
-            Some(files) => (of.train, of.valid) = (files.to_vec(), files.to_vec()),
-            // The training files are needed only if the validation set is a part of them.
-            None if !of.valid.is_empty() => of.train.clone_from(&of.valid),
-            None => {}
+        // The training files are needed only if the set is a part of them.
+        let put_files = |of: &mut job::FilesConfig| match samples {
+            Samples::Labelled(files) | Samples::Unlabelled(files) => *of = job::FilesConfig::only(files),
+            Samples::Set(_) => {}
         };
         let put_tokenizer = |tokens: &mut String| match tokenizer {
             Some(file) if tokens != "bytes" => *tokens = file,
@@ -148,6 +212,7 @@ impl TrainedOn<'_> {
             SourceConfig::Text(s) => {
                 put_files(&mut s.files);
                 put_tokenizer(&mut s.tokens);
+                s.windows = job::WindowMode::Fixed;
             }
             SourceConfig::Jsonl(s) => {
                 put_files(&mut s.files);
@@ -156,7 +221,10 @@ impl TrainedOn<'_> {
                     s.template.clone_from(template);
                 }
             }
-            SourceConfig::Tokens(s) => put_files(&mut s.files),
+            SourceConfig::Tokens(s) => {
+                put_files(&mut s.files);
+                s.windows = job::WindowMode::Fixed;
+            }
             _ => {}
         }
         job

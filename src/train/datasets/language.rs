@@ -7,39 +7,44 @@ use super::{Datasets, Failure};
 use crate::base::regular_file;
 use crate::data::fingerprint::FingerprintInput;
 use crate::data::language::token_storage::TokenWidth;
-use crate::data::language::token_windows::WindowPlacement;
+use crate::data::language::token_windows::{WindowPlacement, WindowSets};
 use crate::data::language::tokenizer::{Separator, TokenizerSpec, settings_beside};
 use crate::data::language::{jsonl, text, token_files};
+use crate::data::split::SplitSettings;
 use crate::data::{DataError, DatasetContext};
 use crate::job;
 
 pub(super) fn text(
     s: &job::TextConfig,
+    split: SplitSettings,
     context: usize,
     opening: &DatasetContext,
 ) -> Result<Datasets, Failure> {
     let settings = text::TextSettings {
         train: s.files.train.clone(),
         valid: s.files.valid.clone(),
-        valid_fraction: s.files.valid_fraction,
+        test: s.files.test.clone(),
+        split,
         tokenizer: units(&s.tokens),
         separator: separator(&s.separator),
         context,
         placement: placement(s.windows),
     };
-    let (train, valid) = text::open(&settings, opening)?;
-    Ok(Datasets::new(train, valid))
+    let WindowSets { train, valid, test } = text::open(&settings, opening)?;
+    Ok(Datasets::new(train, valid, test))
 }
 
 pub(super) fn tokens(
     s: &job::TokensConfig,
+    split: SplitSettings,
     context: usize,
     opening: &DatasetContext,
 ) -> Result<Datasets, Failure> {
     let settings = token_files::TokenFileSettings {
         train: s.files.train.clone(),
         valid: s.files.valid.clone(),
-        valid_fraction: s.files.valid_fraction,
+        test: s.files.test.clone(),
+        split,
         width: match s.dtype {
             job::TokenDtype::Auto => None,
             job::TokenDtype::U8 => Some(TokenWidth::U8),
@@ -52,23 +57,25 @@ pub(super) fn tokens(
         context,
         placement: placement(s.windows),
     };
-    let (train, valid) = token_files::open(&settings, opening)?;
-    Ok(Datasets::new(train, valid))
+    let WindowSets { train, valid, test } = token_files::open(&settings, opening)?;
+    Ok(Datasets::new(train, valid, test))
 }
 
 pub(super) fn jsonl(
     s: &job::JsonlConfig,
+    split: SplitSettings,
     loading: &job::LoaderConfig,
     context: usize,
     opening: &DatasetContext,
 ) -> Result<Datasets, Failure> {
-    jsonl_of_classes(s, loading, context, (&[], false), opening)
+    jsonl_of_classes(s, split, loading, context, (&[], false), opening)
 }
 
 /// As [`jsonl`], with the classes of a trained model, those of the training files if empty; and whether the records have
 /// no labels.
 pub(super) fn jsonl_of_classes(
     s: &job::JsonlConfig,
+    split: SplitSettings,
     loading: &job::LoaderConfig,
     context: usize,
     (classes, unlabelled): (&[String], bool),
@@ -98,7 +105,8 @@ pub(super) fn jsonl_of_classes(
     let settings = jsonl::JsonlSettings {
         train: s.files.train.clone(),
         valid: s.files.valid.clone(),
-        valid_fraction: s.files.valid_fraction,
+        test: s.files.test.clone(),
+        split,
         tokenizer: units(&s.tokens),
         separator: separator(&s.separator),
         field: s.field.clone(),
@@ -116,8 +124,7 @@ pub(super) fn jsonl_of_classes(
         context,
         on_bad: bad_record_policy(loading),
     };
-    let (train, valid) = jsonl::open(&settings, opening)?;
-    Ok(Datasets { train, valid })
+    Ok(jsonl::open(&settings, opening)?)
 }
 
 /// Fingerprint inputs of `data.tokens`: the tokenizer file, if it names one.

@@ -1,4 +1,5 @@
-//! Opens the training and the validation set that a job's `[data]` describes. One file per family of source kinds.
+//! Opens the training, the validation and the test set that a job's `[data]` describes. One file per family of source
+//! kinds.
 
 mod generated;
 pub mod images;
@@ -12,15 +13,12 @@ use std::sync::Arc;
 use super::Failure;
 use crate::data::fingerprint::{FingerprintInput, InputKind};
 use crate::data::language::tokenizer::settings_files;
-use crate::data::{DataError, Dataset, DatasetContext, files, table};
-use crate::job::{self, Job};
+use crate::data::split::{Fold, SplitMethod, SplitSettings, ValidSet};
+use crate::data::{DataError, Dataset, DatasetContext, TestSet, files, table};
+use crate::job::{self, Job, SplitKind};
 use crate::models::ModelError;
 
-/// The training and the validation set.
-pub struct Datasets {
-    pub train: Arc<dyn Dataset>,
-    pub valid: Arc<dyn Dataset>,
-}
+pub use crate::data::Datasets;
 
 /// Source of the job's chat template, if its data are chats.
 pub fn chat_template(job: &Job) -> Result<Option<String>, Failure> {
@@ -44,21 +42,24 @@ pub fn tokenizer_settings(job: &Job) -> Vec<PathBuf> {
 }
 
 impl Datasets {
-    /// Opens both sets.
+    /// Opens all sets.
     pub fn open(job: &Job, opening: &DatasetContext) -> Result<Self, Failure> {
         if let Some(table) = tables::TableSource::of(job) {
             return table.open(opening);
         }
+        let split = |files| split_settings(&job.data.source, files);
         match &job.data.source {
             job::SourceConfig::Csv(_) | job::SourceConfig::Json(_) | job::SourceConfig::Parquet(_) => {
                 unreachable!("a table was opened above")
             }
             job::SourceConfig::Shapes(s) => generated::shapes(s, readers(job), opening),
             job::SourceConfig::Idx(s) => images::idx(s, readers(job), opening),
-            job::SourceConfig::Images(s) => images::images(s, readers(job), opening),
-            job::SourceConfig::Text(s) => language::text(s, context(job)?, opening),
-            job::SourceConfig::Tokens(s) => language::tokens(s, context(job)?, opening),
-            job::SourceConfig::Jsonl(s) => language::jsonl(s, &job.data.loader, context(job)?, opening),
+            job::SourceConfig::Images(s) => images::images(s, &split(&s.files), readers(job), opening),
+            job::SourceConfig::Text(s) => language::text(s, split(&s.files), context(job)?, opening),
+            job::SourceConfig::Tokens(s) => language::tokens(s, split(&s.files), context(job)?, opening),
+            job::SourceConfig::Jsonl(s) => {
+                language::jsonl(s, split(&s.files), &job.data.loader, context(job)?, opening)
+            }
             job::SourceConfig::TextSynthetic(s) => Ok(generated::sequences(s, context(job)?, opening)),
         }
     }
@@ -92,16 +93,34 @@ impl Datasets {
         }
     }
 
-    fn new(train: impl Dataset + 'static, valid: impl Dataset + 'static) -> Self {
-        Self { train: Arc::new(train), valid: Arc::new(valid) }
+    fn new<T: Dataset + 'static>(train: impl Dataset + 'static, valid: T, test: Option<T>) -> Self {
+        let test = test.map(|test| TestSet::Open(Arc::new(test)));
+        Self { train: Arc::new(train), valid: Arc::new(valid), test }
     }
+}
+
+/// How the job splits the samples of its training files.
+fn split_settings(source: &job::SourceConfig, files: &job::FilesConfig) -> SplitSettings {
+    let valid = match files.fold {
+        Some(fold) => ValidSet::Fold(Fold { index: fold.number - 1, folds: fold.of }),
+        None if files.valid.is_empty() => ValidSet::Fraction(files.valid_fraction()),
+        None => ValidSet::OwnFiles,
+    };
+    let method = match source.split() {
+        (_, Some(group)) => SplitMethod::Grouped(group.to_owned()),
+        (SplitKind::Random, None) => SplitMethod::Random,
+        (SplitKind::Stratified, None) => SplitMethod::Stratified,
+        (SplitKind::Last, None) => SplitMethod::Last,
+    };
+    SplitSettings { test_fraction: files.test_fraction.unwrap_or(0.0), valid, method }
 }
 
 const TRAIN: &str = "data.train";
 const VALID: &str = "data.valid";
+const TEST: &str = "data.test";
 const TOKENIZER: &str = "data.tokenizer";
 
-/// Every training file, and every validation file if the job lists its own.
+/// Every training file, and every validation and test file that the job lists.
 fn file_inputs(files: &job::FilesConfig) -> Result<Vec<FingerprintInput>, Failure> {
     inputs_of(files, files::resolve_patterns)
 }
@@ -111,7 +130,7 @@ fn inputs_of(
     resolve: fn(&[PathBuf]) -> Result<Vec<PathBuf>, DataError>,
 ) -> Result<Vec<FingerprintInput>, Failure> {
     let mut inputs = Vec::new();
-    for (key, patterns) in [(TRAIN, &files.train), (VALID, &files.valid)] {
+    for (key, patterns) in [(TRAIN, &files.train), (VALID, &files.valid), (TEST, &files.test)] {
         inputs.extend(resolve(patterns)?.into_iter().map(|file| FingerprintInput::file(key, file)));
     }
     Ok(inputs)

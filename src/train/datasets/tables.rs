@@ -5,17 +5,19 @@ use std::sync::Arc;
 
 use super::inference::Samples;
 use super::{Datasets, Failure};
+use crate::data::split::SplitSettings;
 use crate::data::table::{
     self, CommentSetting, DateOrder, DecimalMark, DialectSettings, FieldDelimiter, MissingPolicy,
     TableFileFormat, TableFiles, TableSchema, TableSettings, TableTask, TextEncoding, UnknownPolicy,
 };
-use crate::data::{Dataset, DatasetContext, split};
+use crate::data::{Dataset, DatasetContext};
 use crate::job::{self, FilesConfig, Job, LoaderConfig, OnBadRecord, SourceConfig};
 use crate::metrics::task::TargetScale;
 
 /// The table of a job: its files, their format, and what the job says of the columns.
 pub struct TableSource<'a> {
     pub files: &'a FilesConfig,
+    pub split: SplitSettings,
     pub format: TableFileFormat,
     pub settings: TableSettings,
 }
@@ -24,19 +26,23 @@ impl<'a> TableSource<'a> {
     /// `None` if the job's data is no table.
     pub fn of(job: &'a Job) -> Option<Self> {
         let loading = &job.data.loader;
+        let split = |files| super::split_settings(&job.data.source, files);
         match &job.data.source {
             SourceConfig::Csv(s) => Some(Self {
                 files: &s.files,
+                split: split(&s.files),
                 format: TableFileFormat::Csv(csv_dialect(s)),
                 settings: csv_settings(s, loading),
             }),
             SourceConfig::Json(s) => Some(Self {
                 files: &s.files,
+                split: split(&s.files),
                 format: TableFileFormat::Json,
                 settings: settings(&s.columns, loading),
             }),
             SourceConfig::Parquet(s) => Some(Self {
                 files: &s.files,
+                split: split(&s.files),
                 format: TableFileFormat::Parquet,
                 settings: settings(&s.columns, loading),
             }),
@@ -48,10 +54,10 @@ impl<'a> TableSource<'a> {
         let files = TableFiles {
             train: self.files.train.clone(),
             valid: self.files.valid.clone(),
-            valid_fraction: self.files.valid_fraction,
+            test: self.files.test.clone(),
+            split: self.split.clone(),
         };
-        let (train, valid) = table::open(&files, self.format, &self.settings, opening)?;
-        Ok(Datasets { train, valid })
+        Ok(table::open(&files, self.format, &self.settings, opening)?)
     }
 
     /// Rows for a trained model, encoded by its schema.
@@ -62,18 +68,13 @@ impl<'a> TableSource<'a> {
         opening: &DatasetContext,
     ) -> Result<Arc<dyn Dataset>, Failure> {
         let schema = &schema.without_weight();
-        let open = |files: &[PathBuf], schema: &TableSchema| {
-            table::open_with_schema(files, self.format, &self.settings, schema, opening)
+        let open = |files: &[PathBuf], schema: &TableSchema, part| {
+            table::open_with_schema(files, self.format, &self.settings, schema, part, opening)
         };
         Ok(match samples {
-            Samples::Labelled(files) => open(files, schema)?,
-            Samples::Unlabelled(files) => open(files, &schema.inputs())?,
-            Samples::Valid if !self.files.valid.is_empty() => open(&self.files.valid, schema)?,
-            Samples::Valid => {
-                let rows = open(&self.files.train, schema)?;
-                let (_, valid) = split::random_split(rows, self.files.valid_fraction, opening.seed)?;
-                Arc::new(valid)
-            }
+            Samples::Labelled(files) => open(files, schema, None)?,
+            Samples::Unlabelled(files) => open(files, &schema.inputs(), None)?,
+            Samples::Set(set) => open(&self.files.train, schema, Some((&self.split, set)))?,
         })
     }
 }
@@ -134,6 +135,7 @@ fn settings(columns: &job::ColumnsConfig, loading: &LoaderConfig) -> TableSettin
         label_separator: columns.label_separator.clone(),
         columns: columns.columns.clone(),
         ignore: columns.ignore.clone(),
+        group: columns.group.clone(),
         categorical: columns.categorical.clone(),
         numeric: columns.numeric.clone(),
         task: match columns.task {

@@ -1,7 +1,8 @@
 //! The bad records that a run skipped, and how many of them it reported.
 
 use super::context::RunContext;
-use crate::data::bad_records::{BadRecord, DatasetSplit, SkippedRecords};
+use crate::data::bad_records::{BadRecord, SkippedRecords};
+use crate::data::split::DatasetSplit;
 use crate::events::event::Event;
 use crate::train::Failure;
 use crate::train::setup::{Setup, bad_record_policy};

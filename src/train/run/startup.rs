@@ -222,6 +222,7 @@ fn started_event(setup: &Setup, folder: &RunDir) -> Event {
         trained_parameters: Some(setup.num_trained()),
         train_samples: setup.datasets.train.len(),
         valid_samples: setup.datasets.valid.len(),
+        test_samples: setup.test_samples,
         total_steps: setup.total_steps,
         steps_per_epoch: setup.order.updates_per_epoch(),
     }

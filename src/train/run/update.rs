@@ -2,8 +2,8 @@
 
 use super::context::TrainLoader;
 use super::{Run, UpdateError, ended_early, mean_loss};
-use crate::data::bad_records::DatasetSplit;
 use crate::data::digest::Digest;
+use crate::data::split::DatasetSplit;
 use crate::events::activity::Work;
 use crate::events::event::Event;
 use crate::kernels::grad_stats::GradStats;

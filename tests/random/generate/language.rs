@@ -26,6 +26,9 @@ impl SourceBuilder<'_> {
             self.draw.log_uniform(2..=300)
         };
         self.data.number("train_samples", train).number("valid_samples", valid).number("vocab", vocab);
+        if self.draw.chance(0.2) {
+            self.data.number("test_samples", valid);
+        }
         if self.model == "bert" {
             self.data.number("classes", self.draw.within(2..=5));
         } else {
@@ -81,7 +84,7 @@ impl SourceBuilder<'_> {
         let own = self.draw.chance(0.4);
         let valid = if own { vec![each * (context + 1) * (measured + 2)] } else { Vec::new() };
         self.files("txt", train.len(), valid.len());
-        if !own {
+        if !own && !self.data.contains_key("fold") {
             self.data.set("valid_fraction", 0.3);
         }
         (SampleShape::Tokens { context }, DataSpec::Text(TextSpec { train, valid, units }), samples)
@@ -118,7 +121,7 @@ impl SourceBuilder<'_> {
         let own = self.draw.chance(0.4);
         let valid = if own { vec![(context + 1) * (measured + 1)] } else { Vec::new() };
         self.files("bin", train.len(), valid.len());
-        if !own {
+        if !own && !self.data.contains_key("fold") {
             self.data.set("valid_fraction", 0.3);
         }
         (
@@ -211,6 +214,13 @@ impl SourceBuilder<'_> {
         let valid = if own { vec![valid.max(16)] } else { Vec::new() };
         self.files(&format!("jsonl{}", packing.extension()), files.len(), valid.len());
         let field = if self.data.contains_key("field") { "body" } else { "text" };
+        // A text is the group of its record.
+        let group = (chats.is_none() && !pack).then(|| field.to_owned());
+        let kinds: &[&str] = match (pack, labels) {
+            (false, 1..) => &["random", "stratified", "last"],
+            _ => &["random", "last"],
+        };
+        self.split(kinds, group);
         let files =
             JsonlSpec { train: files, valid, longest: context * 3 / 2, units, field, labels, chats, packing };
         (SampleShape::Tokens { context }, DataSpec::Jsonl(files), train)

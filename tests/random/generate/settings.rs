@@ -331,6 +331,9 @@ fn eval(draw: &mut Draw, updates: usize, classes: bool) -> (Table, Vec<&'static 
     if draw.chance(0.4) {
         table.number("batch_size", draw.log_uniform(1..=64));
     }
+    if draw.chance(0.2) {
+        table.set("at_start", draw.chance(0.8));
+    }
     let mut measured = vec!["accuracy"];
     if draw.chance(0.4) {
         measured = if classes { draw.subset(&["accuracy", "top5"]) } else { draw.subset(&["accuracy"]) };

@@ -133,8 +133,30 @@ impl SourceBuilder<'_> {
         self.data.set("train", string_array(&names("train", train)));
         if valid > 0 {
             self.data.set("valid", string_array(&names("valid", valid)));
+        } else if self.draw.chance(0.2) {
+            self.data.set("fold", self.draw.pick(&["1/3", "2/3", "3/3", "1/2"]));
         } else if self.draw.chance(0.7) {
             self.data.set("valid_fraction", self.draw.pick(&[0.1, 0.15, 0.25, 0.4]));
+        }
+        self.test_set(string_array(&names("train", train)));
+    }
+
+    /// A test set: any files, or a fraction of the training set.
+    fn test_set(&mut self, files: Value) {
+        match self.draw.below(7) {
+            0 => self.data.set("test", files),
+            1 => self.data.set("test_fraction", 0.1),
+            _ => &mut self.data,
+        };
+    }
+
+    /// How the samples are split, if they are.
+    pub fn split(&mut self, kinds: &[&'static str], group: Option<String>) {
+        let is_split = !self.data.contains_key("valid") || self.data.contains_key("test_fraction");
+        match group {
+            Some(group) if is_split && self.draw.chance(0.2) => drop(self.data.set("group", group)),
+            _ if is_split && self.draw.chance(0.3) => drop(self.data.set("split", self.draw.pick(kinds))),
+            _ => {}
         }
     }
 
@@ -240,6 +262,10 @@ impl SourceBuilder<'_> {
         let train = self.split_counts(rows, 20);
         let valid = if own { vec![60 + self.draw.below(20)] } else { Vec::new() };
         self.files(&ending, train.len(), valid.len());
+        let group = of_numbers.last().filter(|_| of_numbers.len() > 1).cloned();
+        let kinds: &[&str] =
+            if self.classes { &["random", "stratified", "last"] } else { &["random", "last"] };
+        self.split(kinds, group);
         let files = TableSpec { format, columns, header, rows: RowCounts { train, valid } };
         (SampleShape::Row, DataSpec::Table(files), rows)
     }
@@ -289,6 +315,9 @@ impl SourceBuilder<'_> {
         let (train, valid) = self.set_sizes();
         // The side is at least sixteen, and a multiple of the patch size.
         self.data.number("train_samples", train).number("valid_samples", valid).number("image_size", side);
+        if self.draw.chance(0.2) {
+            self.data.number("test_samples", valid);
+        }
         self.augment(1);
         (SampleShape::Image([side, side, 1]), DataSpec::None, train)
     }
@@ -307,6 +336,11 @@ impl SourceBuilder<'_> {
             ("valid_labels", "valid-labels"),
         ] {
             self.data.set(key, format!("data/{name}.idx{ending}"));
+        }
+        if self.draw.chance(0.2) {
+            for (key, name) in [("test_images", "train-images"), ("test_labels", "train-labels")] {
+                self.data.set(key, format!("data/{name}.idx{ending}"));
+            }
         }
         if classes != 10 || self.draw.chance(0.5) {
             self.data.number("classes", classes);
@@ -375,9 +409,13 @@ impl SourceBuilder<'_> {
         self.data.set("train", name("train"));
         if own {
             self.data.set("valid", name("valid"));
+        } else if self.draw.chance(0.2) {
+            self.data.set("fold", self.draw.pick(&["1/2", "2/3"]));
         } else if self.draw.chance(0.5) {
             self.data.set("valid_fraction", 0.2);
         }
+        self.test_set(name("train"));
+        self.split(&["random", "stratified", "last"], None);
         // One large image among small ones: decoding takes more than a sample does.
         let largest = if self.draw.chance(0.2) { self.scale.either(900, 2500) } else { 60 };
         self.augment(channels);

@@ -20,12 +20,13 @@ use std::{
 use super::pieces::FileProgress;
 use super::text::distinct_chars;
 use super::text_memory::TextMemory;
-use super::token_windows::{TokenDecoder, TokenWindows, WindowPlacement, display_name, valid_start};
+use super::token_windows::{TokenDecoder, TokenRanges, TokenWindows, WindowPlacement, display_name};
 use super::tokenizer::{CharTokenizer, Separator, Tokenizer, TokenizerSpec};
 use super::{BatchRow, DataError, Dataset, Features, InputSpec, LengthStats, SampleKey, TargetSpec};
 use crate::data::bad_records::BadRecordPolicy;
 use crate::data::cache::CacheKey;
-use crate::data::{DatasetContext, files, split};
+use crate::data::split::{self, KeyFile, SampleKeys, SplitMethod, SplitPlan, SplitSettings, TrainFiles};
+use crate::data::{DatasetContext, Datasets, TestSet, files};
 use crate::kernels::cross_entropy::IGNORE_INDEX;
 use lines::convert_lines;
 use record::{RecordContent, RecordReader};
@@ -40,9 +41,12 @@ pub use template::{BUILTIN_TEMPLATES as TEMPLATES, ChatMessage, ChatTemplate};
 #[derive(Clone, Debug)]
 pub struct JsonlSettings {
     pub train: Vec<PathBuf>,
-    /// Validation files; if empty, `valid_fraction` of the samples are the validation set.
+    /// Validation files; if empty, some of the samples are the validation set.
     pub valid: Vec<PathBuf>,
-    pub valid_fraction: f64,
+    /// Test files; if empty, there is no test set, or it is some of the samples.
+    pub test: Vec<PathBuf>,
+    /// How the samples of `train` are split; packed records by position.
+    pub split: SplitSettings,
     pub tokenizer: TokenizerSpec,
     pub separator: Separator,
     /// Field that holds the text if `chat` is `None`.
@@ -74,13 +78,11 @@ pub struct ChatSettings {
     pub loss: ChatLossScope,
 }
 
-/// Training set and validation set.
-type TrainValid = (Arc<dyn Dataset>, Arc<dyn Dataset>);
-
-/// Opens the training and the validation set.
-pub fn open(settings: &JsonlSettings, ctx: &DatasetContext) -> Result<TrainValid, DataError> {
-    let (train, valid) =
-        (files::resolve_patterns(&settings.train)?, files::resolve_patterns(&settings.valid)?);
+/// Opens all sets.
+pub fn open(settings: &JsonlSettings, ctx: &DatasetContext) -> Result<Datasets, DataError> {
+    let resolve = files::resolve_patterns;
+    let (train, valid, test) =
+        (resolve(&settings.train)?, resolve(&settings.valid)?, resolve(&settings.test)?);
     // The largest bucket limits a sample just as the model's context does.
     let context = settings.buckets.iter().max().map_or(settings.context, |&most| most.min(settings.context));
     let known = settings.tokenizer.load_within_memory(ctx)?;
@@ -88,6 +90,10 @@ pub fn open(settings: &JsonlSettings, ctx: &DatasetContext) -> Result<TrainValid
     let reader_for = |tokenizer| RecordReader {
         content: &content,
         label: settings.label.as_deref().filter(|_| !settings.unlabelled),
+        group: match &settings.split.method {
+            SplitMethod::Grouped(field) if settings.split.needs_keys() => Some(field),
+            _ => None,
+        },
         tokenizer,
         separator: None,
         too_long: settings.too_long,
@@ -99,11 +105,11 @@ pub fn open(settings: &JsonlSettings, ctx: &DatasetContext) -> Result<TrainValid
         },
         on_bad: settings.on_bad,
     };
-    let mut how = format!("{settings:?}");
+    let mut how = settings.cache_settings();
     let tokenizer = match known {
         Some(tokenizer) => tokenizer,
         None => {
-            let all = [&train[..], &valid].concat();
+            let all = [&train[..], &valid, &test].concat();
             let characters = character_vocabulary(&all, &reader_for(&Tokenizer::Bytes), &how, ctx)?;
             how.extend(characters.vocabulary());
             Tokenizer::Characters(characters)
@@ -120,14 +126,16 @@ pub fn open(settings: &JsonlSettings, ctx: &DatasetContext) -> Result<TrainValid
         _ => Vec::new(),
     };
     let tokenize = |files: &[PathBuf]| TokenizedRecords::open(files, &from, &reader, &how, ctx);
-    let (train, valid) = (tokenize(&train)?, (!valid.is_empty()).then(|| tokenize(&valid)).transpose()?);
+    let own = |files: &[PathBuf]| (!files.is_empty()).then(|| tokenize(files)).transpose();
+    let (train, valid, test) = (tokenize(&train)?, own(&valid)?, own(&test)?);
     let vocab = tokenizer.vocab();
     let decoder = Arc::new(TokenDecoder::new(&settings.tokenizer, tokenizer));
     if settings.pack {
-        return packed_windows(train, valid, settings, vocab, decoder);
+        return packed_windows([Some(train), valid, test], settings, vocab, decoder);
     }
-    let longest =
-        [Some(&train), valid.as_ref()].into_iter().flatten().map(|records| records.summary.longest.0).max();
+    // As for the vocabulary, the lengths of all sets count, so that each can be evaluated.
+    let all = [Some(&train), valid.as_ref(), test.as_ref()];
+    let longest = all.into_iter().flatten().map(|records| records.summary.longest.0).max();
     let targets = usize::from(settings.label.is_none());
     let longest = (longest.unwrap_or(1) as usize).saturating_sub(targets).clamp(1, context);
     let buckets = buckets(&settings.buckets, longest, context);
@@ -140,12 +148,37 @@ pub fn open(settings: &JsonlSettings, ctx: &DatasetContext) -> Result<TrainValid
     let features = Features { buckets, ..Features::new(InputSpec::Tokens { length, vocab }, target) };
     let documents = |records, name| DocumentDataset::new(records, features.clone(), decoder.clone(), name);
     let train = Arc::new(documents(train, "train")?);
-    match valid {
-        Some(valid) => Ok((train, Arc::new(documents(valid, "valid")?))),
-        None => {
-            let (train, valid) = split::random_split(train, settings.valid_fraction, ctx.seed)?;
-            Ok((Arc::new(train), Arc::new(valid)))
+    let plan = match settings.split.is_whole() {
+        true => None,
+        false => {
+            let groups = train.records.groups.clone().map(|path| KeyFile { path, noun: "sample" });
+            let keys: Option<&dyn SampleKeys> = match (&settings.split.method, &groups) {
+                (SplitMethod::Grouped(_), Some(groups)) => Some(groups),
+                (SplitMethod::Stratified, _) if settings.label.is_some() => Some(train.as_ref()),
+                _ => None,
+            };
+            Some(SplitPlan::new(train.len(), &settings.split, keys, ctx)?)
         }
+    };
+    let own = |records: Option<TokenizedRecords>, name| match records {
+        Some(records) => Ok::<_, DataError>(Some(Arc::new(documents(records, name)?) as Arc<dyn Dataset>)),
+        None => Ok(None),
+    };
+    let (valid, test) = (own(valid, "valid")?, own(test, "test")?);
+    Ok(split::job_datasets(TrainFiles { train: train.clone(), others: train }, plan, valid, test))
+}
+
+impl JsonlSettings {
+    /// What the tokens of a file depend on: everything but which files there are and how they are split.
+    fn cache_settings(&self) -> String {
+        let method = match &self.split.method {
+            method @ SplitMethod::Grouped(_) => method.clone(),
+            _ => SplitMethod::Random,
+        };
+        let split = SplitSettings { method, ..SplitSettings::random(0.0) };
+        let files = (Vec::new(), Vec::new(), Vec::new());
+        let of = Self { split, train: files.0, valid: files.1, test: files.2, ..self.clone() };
+        format!("{of:?}")
     }
 }
 
@@ -266,22 +299,23 @@ fn describe(name: &str, records: &TokenizedRecords, vocab: usize) -> Vec<(String
     about
 }
 
-/// Windows over the concatenated documents; without validation files, the end of the stream is the validation set.
+/// Windows over the concatenated documents of the training, validation and test files; the stream of the training
+/// files is split by position.
 fn packed_windows(
-    train: TokenizedRecords,
-    valid: Option<TokenizedRecords>,
+    files: [Option<TokenizedRecords>; 3],
     settings: &JsonlSettings,
     vocab: usize,
     decoder: Arc<TokenDecoder>,
-) -> Result<TrainValid, DataError> {
+) -> Result<Datasets, DataError> {
     if settings.label.is_some() {
         let expected = "with `label` each record is a sample: remove `pack` or `label`";
         return Err(DataError::InvalidSetting { name: "pack", value: "true".into(), expected });
     }
-    let windows = |records: &TokenizedRecords, range: std::ops::Range<u64>, name: &str| {
+    let [Some(train), valid, test] = files else { unreachable!("there are training files") };
+    let windows = |records: &TokenizedRecords, ranges: Vec<std::ops::Range<u64>>, name: &str| {
         let set = TokenWindows::new(
             records.ids.clone(),
-            [range],
+            ranges,
             (settings.context, vocab),
             WindowPlacement::Fixed,
             name,
@@ -291,14 +325,17 @@ fn packed_windows(
             .with_description(Some(decoder.clone()), describe(name, records, vocab));
         Ok::<Arc<dyn Dataset>, DataError>(Arc::new(set))
     };
-    let whole = 0..train.ids.len();
-    match valid {
-        Some(valid) => Ok((windows(&train, whole, "train")?, windows(&valid, 0..valid.ids.len(), "valid")?)),
-        None => {
-            let border = valid_start(&whole, settings.valid_fraction);
-            Ok((windows(&train, 0..border, "train")?, windows(&train, border..whole.end, "valid")?))
-        }
-    }
+    let ranges = TokenRanges::new(train.ids.len(), &settings.split);
+    let other = |own: Option<TokenizedRecords>, part, name: &str| match own {
+        Some(own) => windows(&own, Vec::from([0..own.ids.len()]), name),
+        None => windows(&train, part, name),
+    };
+    let has_test = test.is_some() || settings.split.test_fraction > 0.0;
+    Ok(Datasets {
+        train: windows(&train, ranges.train, "train")?,
+        valid: other(valid, ranges.valid, "valid")?,
+        test: has_test.then(|| other(test, ranges.test, "test").map(TestSet::Open)).transpose()?,
+    })
 }
 
 /// One padded record per sample.
@@ -387,6 +424,10 @@ impl Dataset for DocumentDataset {
         Some(balance)
     }
 
+    fn class(&self, index: u64) -> Option<u32> {
+        self.class_ids.get(self.records.class(index).ok()?).copied()
+    }
+
     fn length_stats(&self) -> Option<LengthStats> {
         Some(self.records.summary.lengths())
     }
@@ -401,6 +442,21 @@ impl Dataset for DocumentDataset {
 
     fn describe(&self) -> Vec<(String, String)> {
         self.description.clone()
+    }
+}
+
+/// The classes of the samples.
+impl SampleKeys for DocumentDataset {
+    fn for_each(&self, visit: &mut dyn FnMut(u64) -> Result<(), DataError>) -> Result<(), DataError> {
+        (0..self.len()).try_for_each(|index| visit(self.records.class(index)? as u64))
+    }
+
+    fn name(&self, key: u64, _: u64) -> String {
+        self.records
+            .summary
+            .classes
+            .get(key as usize)
+            .map_or_else(String::new, |(name, _)| format!("`{name}`"))
     }
 }
 

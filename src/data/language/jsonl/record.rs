@@ -10,6 +10,7 @@ use super::lines::LineContext;
 use super::template::{ChatTemplate, RenderedChat};
 use crate::base::units::counted;
 use crate::data::bad_records::BadRecordPolicy;
+use crate::data::split::key_of;
 
 /// Which part of a record is the text.
 pub enum RecordContent {
@@ -42,6 +43,8 @@ pub struct RecordReader<'a> {
     pub content: &'a RecordContent,
     /// Field that holds the class label, for classification.
     pub label: Option<&'a str>,
+    /// Field whose values group the records for a split.
+    pub group: Option<&'a str>,
     pub tokenizer: &'a Tokenizer,
     /// Appended to each document.
     pub separator: Option<u32>,
@@ -59,6 +62,8 @@ pub struct Document {
     /// Whether each id contributes to the loss; empty if all do.
     pub loss_mask: Vec<bool>,
     pub label: Option<String>,
+    /// Key of its group; that of an empty text if it has none.
+    pub group: Option<u64>,
     /// Number of ids before truncation.
     pub full_len: u64,
 }
@@ -81,6 +86,8 @@ impl RecordReader<'_> {
         let bad = TextError::Invalid;
         let object = parse_object(line, limit / 4)?;
         let label = self.label.map(|field| class_name(&object, field)).transpose()?;
+        let group_key = |field| key_of(class_name(&object, field).unwrap_or_default().as_bytes());
+        let group = self.group.map(group_key);
         let (mut ids, mut loss_mask, mut trailing_special_tokens) = (Vec::new(), Vec::new(), 0);
         let talk = self.render(&object, limit / 4)?;
         drop(object);
@@ -150,7 +157,7 @@ impl RecordReader<'_> {
             );
             return Err(bad(problem));
         }
-        Ok(Document { ids, loss_mask, label, full_len })
+        Ok(Document { ids, loss_mask, label, group, full_len })
     }
 
     /// The text of a line, as it will be tokenized.
@@ -275,6 +282,7 @@ mod tests {
         let reader = RecordReader {
             content,
             label,
+            group: None,
             tokenizer: &Tokenizer::Bytes,
             separator: None,
             too_long,
@@ -390,6 +398,7 @@ mod tests {
         let reader = RecordReader {
             content: &text(),
             label: None,
+            group: None,
             tokenizer: &Tokenizer::Bytes,
             separator: None,
             too_long: OverlongPolicy::Truncate,
@@ -419,6 +428,7 @@ mod tests {
                 let reader = RecordReader {
                     content: &content,
                     label,
+                    group: None,
                     tokenizer: &Tokenizer::Bytes,
                     separator: Some(10),
                     too_long: OverlongPolicy::Truncate,

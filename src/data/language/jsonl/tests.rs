@@ -1,5 +1,6 @@
 use super::*;
 use crate::data::cache::Cache;
+use crate::data::split::{Fold, ValidSet};
 use crate::data::{SliceMut, published_dataset};
 
 struct JsonlFixture {
@@ -20,8 +21,8 @@ impl JsonlFixture {
         path
     }
 
-    fn open(&self, settings: &JsonlSettings) -> Result<TrainValid, DataError> {
-        open(settings, &self.ctx)
+    fn open(&self, settings: &JsonlSettings) -> Result<(Arc<dyn Dataset>, Arc<dyn Dataset>), DataError> {
+        open(settings, &self.ctx).map(|sets| (sets.train, sets.valid))
     }
 }
 
@@ -29,7 +30,8 @@ fn settings(train: PathBuf, context: usize) -> JsonlSettings {
     JsonlSettings {
         train: vec![train],
         valid: Vec::new(),
-        valid_fraction: 0.25,
+        test: Vec::new(),
+        split: SplitSettings::random(0.25),
         tokenizer: TokenizerSpec::Bytes,
         separator: Separator::Auto,
         field: "text".into(),
@@ -43,6 +45,11 @@ fn settings(train: PathBuf, context: usize) -> JsonlSettings {
         context,
         on_bad: BadRecordPolicy::Fail,
     }
+}
+
+/// All samples of the training files are for training.
+fn whole() -> SplitSettings {
+    SplitSettings { valid: ValidSet::OwnFiles, ..SplitSettings::random(0.25) }
 }
 
 fn chat(loss: ChatLossScope) -> Option<ChatSettings> {
@@ -72,8 +79,9 @@ fn a_record_is_a_sample_padded_to_a_bucket() {
     let fixture = fixture();
     let file = fixture
         .write("a.jsonl", lines(&["abc", "defghijk", "lm", "a longer one, of 40 bytes in all, really"]));
-    let (set, _) =
-        fixture.open(&JsonlSettings { valid: vec![file.clone()], ..settings(file.clone(), 100) }).unwrap();
+    let (set, _) = fixture
+        .open(&JsonlSettings { valid: vec![file.clone()], split: whole(), ..settings(file.clone(), 100) })
+        .unwrap();
     assert_eq!((set.len(), &set.features().buckets[..]), (4, &[32, 64][..]));
     let (text, targets, length) = read(&*set, 0);
     assert_eq!((&*text, length), ("ab", 2));
@@ -84,8 +92,12 @@ fn a_record_is_a_sample_padded_to_a_bucket() {
         ((40, 3), &[(2, 1), (4, 1), (8, 1), (16, 0), (32, 0), (64, 1)][..])
     );
     // Requested buckets limit the sample length.
-    let requested =
-        JsonlSettings { valid: vec![file.clone()], buckets: vec![4, 8], ..settings(file.clone(), 100) };
+    let requested = JsonlSettings {
+        valid: vec![file.clone()],
+        split: whole(),
+        buckets: vec![4, 8],
+        ..settings(file.clone(), 100)
+    };
     let (set, _) = fixture.open(&requested).unwrap();
     assert_eq!(set.features().buckets, [4, 8]);
     assert_eq!(read(&*set, 3).0, "a longer");
@@ -111,6 +123,7 @@ fn long_records_are_split_with_every_target_once() {
     let file = fixture.write("a.jsonl", lines(&["abcdefghij", "xyz"]));
     let split = JsonlSettings {
         valid: vec![file.clone()],
+        split: whole(),
         too_long: OverlongPolicy::Split,
         ..settings(file.clone(), 4)
     };
@@ -134,6 +147,7 @@ fn chats_learn_answers_padded_and_packed() {
     let chats = JsonlSettings {
         chat: chat(ChatLossScope::Assistant),
         valid: vec![file.clone()],
+        split: whole(),
         ..settings(file, 64)
     };
     let (set, _) = fixture.open(&chats).unwrap();
@@ -161,14 +175,18 @@ fn classes_are_sorted_and_must_be_known() {
     let line = |text: &str, label: &str| format!("{{\"text\": \"{text}\", \"y\": {label}}}\n");
     let train = fixture.write("a", line("aa", "10") + &line("b", "9") + &line("c", "10"));
     let valid = fixture.write("b", line("dd", "9"));
-    let labelled = JsonlSettings { label: Some("y".into()), valid: vec![valid], ..settings(train, 16) };
+    let labelled =
+        JsonlSettings { label: Some("y".into()), valid: vec![valid], split: whole(), ..settings(train, 16) };
     let (set, valid) = fixture.open(&labelled).unwrap();
     assert_eq!(set.features().target, TargetSpec::Class { names: vec!["9".into(), "10".into()] });
     assert_eq!((read(&*set, 0).1[0].1, read(&*set, 1).1[0].1, read(&*valid, 0).1[0].1), (1, 0, 0));
     assert_eq!((read(&*set, 0).2, set.class_counts()), (2, Some(vec![1, 2])));
     let other = fixture.write("c", line("x", "11"));
-    let error =
-        fixture.open(&JsonlSettings { valid: vec![other], ..labelled.clone() }).err().unwrap().to_string();
+    let error = fixture
+        .open(&JsonlSettings { valid: vec![other], split: whole(), ..labelled.clone() })
+        .err()
+        .unwrap()
+        .to_string();
     assert!(error.contains("the class `11` of the validation files has no samples"), "{error}");
     assert!(
         fixture
@@ -189,6 +207,7 @@ fn characters_files_and_compressions_agree() {
     let of = |file: &PathBuf| JsonlSettings {
         tokenizer: TokenizerSpec::Characters,
         valid: vec![file.clone()],
+        split: whole(),
         ..settings(file.clone(), 16)
     };
     let (a, _) = fixture.open(&of(&plain)).unwrap();
@@ -245,7 +264,54 @@ fn a_published_tokenizer_ends_documents() {
     let file = fixture.write("a.jsonl", lines(&["Hello world", "Bye"]));
     let units = TokenizerSpec::File(tokenizers.join("gpt2/tokenizer.json"));
     let (set, _) = fixture
-        .open(&JsonlSettings { tokenizer: units, valid: vec![file.clone()], ..settings(file, 16) })
+        .open(&JsonlSettings {
+            tokenizer: units,
+            valid: vec![file.clone()],
+            split: whole(),
+            ..settings(file, 16)
+        })
         .unwrap();
     assert_eq!(read(&*set, 0), ("Hello world".into(), vec![(0, 995), (1, 50_256)], 2));
+}
+
+/// Groups stay together, classes are split evenly, and each record is in the validation set of one fold.
+#[test]
+fn records_are_split_by_class_by_group_and_into_folds() {
+    let fixture = fixture();
+    let record = |i: usize| {
+        let (class, user) = (["yes", "no"][usize::from(i % 5 == 0)], format!("user {}", i / 3));
+        format!("{}\n", serde_json::json!({ "text": format!("record {i:02}"), "class": class, "user": user }))
+    };
+    let file = fixture.write("a.jsonl", (0..60).map(record).collect::<String>());
+    let of = |method: SplitMethod, valid: ValidSet| {
+        let split = SplitSettings { test_fraction: 0.2, valid, method };
+        let settings = JsonlSettings { label: Some("class".into()), split, ..settings(file.clone(), 32) };
+        let sets = open(&settings, &fixture.ctx).unwrap();
+        let Some(TestSet::Open(test)) = sets.test else { panic!("no test set") };
+        [sets.train, sets.valid, test].map(|set| (0..set.len()).map(|i| read(&*set, i).0).collect::<Vec<_>>())
+    };
+    let users = |texts: &[String]| {
+        let number = |text: &String| text["record ".len()..].parse::<usize>().unwrap() / 3;
+        texts.iter().map(number).collect::<BTreeSet<_>>()
+    };
+    let fold = |index| ValidSet::Fold(Fold { index, folds: 4 });
+    let mut all: Vec<String> = Vec::new();
+    for index in 0..4 {
+        let [train, valid, test] = of(SplitMethod::Grouped("user".into()), fold(index));
+        assert_eq!((train.len(), valid.len(), test.len()), (36, 12, 12));
+        let [train, valid_users, test_users] = [&train, &valid, &test].map(|set| users(set));
+        assert!(train.is_disjoint(&valid_users) && train.is_disjoint(&test_users));
+        assert!(valid_users.is_disjoint(&test_users));
+        all.extend(valid);
+        if index == 0 {
+            all.extend(test);
+        }
+    }
+    all.sort();
+    assert!(all.into_iter().eq((0..60).map(|i| format!("record {i:02}"))), "every record once");
+    let [train, valid, test] = of(SplitMethod::Stratified, ValidSet::Fraction(0.2));
+    let rare = |texts: &[String]| {
+        texts.iter().filter(|text| text["record ".len()..].parse::<usize>().unwrap() % 5 == 0).count()
+    };
+    assert_eq!([&train, &valid, &test].map(|set| (set.len(), rare(set))), [(36, 8), (12, 2), (12, 2)]);
 }

@@ -17,8 +17,9 @@ use super::super::token_storage::{RandomAccessFile, TokenFiles, TokenIdFile, Tok
 use super::super::token_windows::{LossMask, display_name};
 use super::lines::{LineContext, convert_lines};
 use super::record::{Document, OverlongPolicy, RecordReader};
-use crate::data::bad_records::{BadRecord, DatasetSplit, SkippedRecords};
+use crate::data::bad_records::{BadRecord, SkippedRecords};
 use crate::data::cache::CacheKey;
+use crate::data::split::DatasetSplit;
 use crate::data::{DatasetContext, LengthStats};
 
 /// The tokenized records of a set of files.
@@ -27,6 +28,8 @@ pub struct TokenizedRecords {
     pub loss_mask: Option<Arc<LossMask>>,
     sample_ends: RandomAccessFile,
     labels: Option<RandomAccessFile>,
+    /// File with the key of the group of each sample, if records have groups.
+    pub groups: Option<PathBuf>,
     pub summary: TokenizedSummary,
 }
 
@@ -72,12 +75,15 @@ impl TokenizedRecords {
         ctx: &DatasetContext,
     ) -> Result<Self, DataError> {
         let cache_key = CacheKey::new(&[files, sources].concat(), how)?;
-        let names = ["jsonl-tokens", "jsonl-learned", "jsonl-ends", "jsonl-classes", "jsonl-found"];
-        let [tokens, marks, ends, labels, found] =
-            ctx.cache.get_or_create_all(names, cache_key, |[tokens, marks, ends, labels, found]| {
+        let names =
+            ["jsonl-tokens", "jsonl-learned", "jsonl-ends", "jsonl-classes", "jsonl-groups", "jsonl-found"];
+        let [tokens, marks, ends, labels, groups, found] = ctx.cache.get_or_create_all(
+            names,
+            cache_key,
+            |[tokens, marks, ends, labels, groups, found]| {
                 let activity = format!("tokenising {}", display_name(files));
                 let progress = FileProgress::new(files, &*ctx.observer, &activity)?;
-                let mut writer = RecordWriter::new(reader, [tokens, marks, ends, labels]);
+                let mut writer = RecordWriter::new(reader, [tokens, marks, ends, labels, groups]);
                 let memory = TextMemory::of(reader.tokenizer, ctx);
                 convert_lines(
                     files,
@@ -90,7 +96,8 @@ impl TokenizedRecords {
                 let text = serde_json::to_vec(&writer.summary).unwrap_or_default();
                 writer.finish()?;
                 found.write_all(&text).map_err(write_error)
-            })?;
+            },
+        )?;
         let text = std::fs::read(&found).map_err(DataError::io(&found))?;
         let damaged = |why: String| DataError::WrongFormat {
             file: found.clone(),
@@ -117,6 +124,7 @@ impl TokenizedRecords {
             loss_mask: marks.map(|m| Arc::new(LossMask(m))),
             sample_ends: ends,
             labels,
+            groups: reader.group.map(|_| groups),
             summary: found,
         })
     }
@@ -149,7 +157,7 @@ fn write_error(error: std::io::Error) -> DataError {
 struct RecordWriter<'a, 'o> {
     reader: &'a RecordReader<'a>,
     width: TokenWidth,
-    out: [&'o mut BufWriter<File>; 4],
+    out: [&'o mut BufWriter<File>; 5],
     summary: TokenizedSummary,
     skipped: SkippedRecords,
     classes: HashMap<String, u32>,
@@ -159,7 +167,7 @@ struct RecordWriter<'a, 'o> {
 }
 
 impl<'a, 'o> RecordWriter<'a, 'o> {
-    fn new(reader: &'a RecordReader<'a>, out: [&'o mut BufWriter<File>; 4]) -> Self {
+    fn new(reader: &'a RecordReader<'a>, out: [&'o mut BufWriter<File>; 5]) -> Self {
         let width = reader.tokenizer.width();
         Self {
             reader,
@@ -221,6 +229,7 @@ impl<'a, 'o> RecordWriter<'a, 'o> {
                 &document.ids[start..end],
                 document.loss_mask.get(start..end).unwrap_or_default(),
                 class,
+                document.group,
             )?;
             if end == document.ids.len() || self.reader.too_long != OverlongPolicy::Split {
                 return Ok(());
@@ -231,8 +240,14 @@ impl<'a, 'o> RecordWriter<'a, 'o> {
         }
     }
 
-    fn write_sample(&mut self, ids: &[u32], loss_mask: &[bool], class: Option<u32>) -> Result<(), DataError> {
-        let [tokens, marks, ends, labels] = &mut self.out;
+    fn write_sample(
+        &mut self,
+        ids: &[u32],
+        loss_mask: &[bool],
+        class: Option<u32>,
+        group: Option<u64>,
+    ) -> Result<(), DataError> {
+        let [tokens, marks, ends, labels, groups] = &mut self.out;
         self.bytes.clear();
         self.width.write_ids(ids, &mut self.bytes);
         tokens.write_all(&self.bytes).map_err(write_error)?;
@@ -254,6 +269,9 @@ impl<'a, 'o> RecordWriter<'a, 'o> {
         if let Some(class) = class {
             found.classes[class as usize].1 += 1;
             labels.write_all(&class.to_le_bytes()).map_err(write_error)?;
+        }
+        if let Some(group) = group {
+            groups.write_all(&group.to_le_bytes()).map_err(write_error)?;
         }
         Ok(())
     }
