@@ -9,12 +9,12 @@ use serde_json::Value;
 use crate::fixtures;
 use crate::harness::{events, finish, job_folder, measured_command, named, trainer, write_files};
 
-/// 200 rows, each a patient's third; the class is rare and depends on the inputs.
+/// 200 rows, four of each patient; the class is rare and depends on the inputs.
 fn table(rows: std::ops::Range<usize>) -> String {
     let row = |i: usize| {
         let (x, y) = ((i * 37 % 101) as f64 / 10.0, (i * 53 % 97) as f64 / 9.0);
         let class = if i.is_multiple_of(10) { "rare" } else { "common" };
-        format!("{x},{y},p{},{class}\n", i / 3)
+        format!("{x},{y},p{},{class}\n", i / 4)
     };
     std::iter::once("x,y,patient,class\n".to_owned()).chain(rows.map(row)).collect()
 }
@@ -178,7 +178,7 @@ fn the_folds_of_records_validate_each_once() {
 #[test]
 fn the_initial_weights_are_evaluated_once() {
     let job = |folder: &tempfile::TempDir| folder.path().join("run");
-    let folders = ["", "kill:0,kill:1,kill:3"].map(|crash| {
+    let folders = ["", "kill:0,kill:3,kill:5"].map(|crash| {
         let folder = csv_job("ignore = ['patient']");
         let args = [
             "fit",
@@ -217,9 +217,9 @@ fn the_initial_weights_are_evaluated_once() {
     });
     assert_eq!(at_start.count(), 1, "{metrics}");
 
-    // Training with a huge learning rate only makes it worse: the initial weights are the best.
+    // Training with such a learning rate only makes it worse: the initial weights are the best.
     let folder = csv_job("ignore = ['patient']");
-    let sets = ["eval.at_start=true", "optimizer.lr=1000", "train.clip_norm=1000"];
+    let sets = ["eval.at_start=true", "optimizer.lr=100"];
     let sets: Vec<&str> = sets.iter().flat_map(|set| ["--set", set]).collect();
     let done = trainer(folder.path(), &[&["fit", "job.toml", "--run-dir", "run", "-q"], &sets[..]].concat());
     done.expect(0);

@@ -68,7 +68,7 @@ fn choose_table(draw: &mut Draw, data: &mut Table, table: &mut TableSpec) {
             data.remove(key);
         }
         data.set("kind", "json");
-        for key in ["train", "valid"] {
+        for key in ["train", "valid", "test"] {
             for name in data.get_mut(key).and_then(Value::as_array_mut).into_iter().flatten() {
                 *name = Value::from(name.as_str().unwrap_or_default().replace(".csv", ".json"));
             }
