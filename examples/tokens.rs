@@ -10,9 +10,10 @@ use std::time::{Duration, Instant};
 use anyhow::bail;
 use serde_json::json;
 use trainer::data::cache::Cache;
-use trainer::data::language::token_windows::WindowPlacement;
+use trainer::data::language::token_windows::{WindowPlacement, WindowSets};
 use trainer::data::language::tokenizer::{Separator, TokenizerSpec};
 use trainer::data::language::{text, token_files};
+use trainer::data::split::SplitSettings;
 use trainer::data::{BatchRow, Dataset, DatasetContext, SampleKey, SliceMut};
 
 fn main() -> anyhow::Result<()> {
@@ -31,7 +32,8 @@ fn encode(tokenizer: &str, file: &str) -> anyhow::Result<()> {
     let settings = text::TextSettings {
         train: vec![file.into()],
         valid: vec![],
-        valid_fraction: 0.5,
+        test: vec![],
+        split: SplitSettings::random(0.5),
         tokenizer: TokenizerSpec::File(tokenizer.into()),
         separator: Separator::Auto,
         context: 64,
@@ -39,7 +41,7 @@ fn encode(tokenizer: &str, file: &str) -> anyhow::Result<()> {
     };
     let ctx = DatasetContext { cache: Cache::at(&folder), ..DatasetContext::default() };
     let start = Instant::now();
-    let (train, valid) = text::open(&settings, &ctx)?;
+    let WindowSets { train, valid, .. } = text::open(&settings, &ctx)?;
     let seconds = start.elapsed().as_secs_f64();
     let tokens = [&train, &valid].map(|set| set.describe()[0].1.parse::<u64>().unwrap_or(0));
     drop((train, valid));
@@ -53,14 +55,15 @@ fn windows(file: &str, context: usize, seconds: f64, threads: u64) -> anyhow::Re
     let settings = token_files::TokenFileSettings {
         train: vec![file.into()],
         valid: vec![],
-        valid_fraction: 0.01,
+        test: vec![],
+        split: SplitSettings::random(0.01),
         width: None,
         vocab: Some(1 << 20),
         tokenizer: None,
         context,
         placement: WindowPlacement::Random,
     };
-    let (set, _) = token_files::open(&settings, &DatasetContext::default())?;
+    let set = token_files::open(&settings, &DatasetContext::default())?.train;
     let (read, start, limit) = (AtomicU64::new(0), Instant::now(), Duration::from_secs_f64(seconds));
     std::thread::scope(|scope| {
         for thread in 0..threads {

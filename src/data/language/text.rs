@@ -7,6 +7,7 @@
 use std::{
     collections::BTreeSet,
     io::Write,
+    iter,
     ops::Range,
     path::{Path, PathBuf},
     sync::Arc,
@@ -77,7 +78,7 @@ pub fn open(settings: &TextSettings, ctx: &DatasetContext) -> Result<WindowSets,
     };
     let TokenRanges { train, valid, test } = TokenRanges::new(ids.len(), &settings.split);
     let other = |own: Option<Arc<TokenFiles>>, part: Vec<Range<u64>>, name: &str| match own {
-        Some(own) => windows(&own, Vec::from([0..own.len()]), WindowPlacement::Fixed, name),
+        Some(own) => windows(&own, iter::once(0..own.len()).collect(), WindowPlacement::Fixed, name),
         None => windows(&ids, part, WindowPlacement::Fixed, name),
     };
     let has_test = test_ids.is_some() || settings.split.test_fraction > 0.0;

@@ -13,6 +13,7 @@ mod tokenized;
 use std::{
     collections::{BTreeSet, HashMap},
     io::Write,
+    iter,
     path::{Path, PathBuf},
     sync::Arc,
 };
@@ -327,7 +328,7 @@ fn packed_windows(
     };
     let ranges = TokenRanges::new(train.ids.len(), &settings.split);
     let other = |own: Option<TokenizedRecords>, part, name: &str| match own {
-        Some(own) => windows(&own, Vec::from([0..own.ids.len()]), name),
+        Some(own) => windows(&own, iter::once(0..own.ids.len()).collect(), name),
         None => windows(&train, part, name),
     };
     let has_test = test.is_some() || settings.split.test_fraction > 0.0;

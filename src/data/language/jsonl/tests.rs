@@ -14,6 +14,9 @@ fn fixture() -> JsonlFixture {
     JsonlFixture { ctx: DatasetContext { cache, ..DatasetContext::default() }, folder }
 }
 
+/// Training set and validation set.
+type TrainValid = (Arc<dyn Dataset>, Arc<dyn Dataset>);
+
 impl JsonlFixture {
     fn write(&self, name: &str, text: impl AsRef<[u8]>) -> PathBuf {
         let path = self.folder.path().join(name);
@@ -21,7 +24,7 @@ impl JsonlFixture {
         path
     }
 
-    fn open(&self, settings: &JsonlSettings) -> Result<(Arc<dyn Dataset>, Arc<dyn Dataset>), DataError> {
+    fn open(&self, settings: &JsonlSettings) -> Result<TrainValid, DataError> {
         open(settings, &self.ctx).map(|sets| (sets.train, sets.valid))
     }
 }
@@ -279,7 +282,7 @@ fn a_published_tokenizer_ends_documents() {
 fn records_are_split_by_class_by_group_and_into_folds() {
     let fixture = fixture();
     let record = |i: usize| {
-        let (class, user) = (["yes", "no"][usize::from(i % 5 == 0)], format!("user {}", i / 3));
+        let (class, user) = (["yes", "no"][usize::from(i.is_multiple_of(5))], format!("user {}", i / 3));
         format!("{}\n", serde_json::json!({ "text": format!("record {i:02}"), "class": class, "user": user }))
     };
     let file = fixture.write("a.jsonl", (0..60).map(record).collect::<String>());
@@ -311,7 +314,10 @@ fn records_are_split_by_class_by_group_and_into_folds() {
     assert!(all.into_iter().eq((0..60).map(|i| format!("record {i:02}"))), "every record once");
     let [train, valid, test] = of(SplitMethod::Stratified, ValidSet::Fraction(0.2));
     let rare = |texts: &[String]| {
-        texts.iter().filter(|text| text["record ".len()..].parse::<usize>().unwrap() % 5 == 0).count()
+        texts
+            .iter()
+            .filter(|text| text["record ".len()..].parse::<usize>().unwrap().is_multiple_of(5))
+            .count()
     };
     assert_eq!([&train, &valid, &test].map(|set| (set.len(), rare(set))), [(36, 8), (12, 2), (12, 2)]);
 }
