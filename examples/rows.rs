@@ -8,6 +8,7 @@ use std::time::Instant;
 
 use rayon::prelude::*;
 use trainer::data::cache::Cache;
+use trainer::data::split::SplitSettings;
 use trainer::data::table::{self, DialectSettings, TableFileFormat, TableFiles, TableSettings, TableTask};
 use trainer::data::{BatchRow, Dataset, DatasetContext, SampleKey, SliceMut};
 
@@ -20,7 +21,12 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let (file, target) = (arguments.next().ok_or(usage)?, arguments.next().ok_or(usage)?);
     let first_only = arguments.next().as_deref() == Some("first");
     let cache = std::env::temp_dir().join(format!("rows-{}", std::process::id()));
-    let files = TableFiles { train: vec![file.into()], valid: Vec::new(), valid_fraction: 1e-6 };
+    let files = TableFiles {
+        train: vec![file.into()],
+        valid: Vec::new(),
+        test: Vec::new(),
+        split: SplitSettings::random(1e-6),
+    };
     let settings = TableSettings {
         target: vec![target],
         task: TableTask::Regression,
@@ -28,7 +34,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         ..TableSettings::default()
     };
     let ctx = DatasetContext { cache: Cache::at(&cache), ..DatasetContext::default() };
-    let (set, _) = table::open(&files, TableFileFormat::Csv(DialectSettings::default()), &settings, &ctx)?;
+    let format = TableFileFormat::Csv(DialectSettings::default());
+    let set = table::open(&files, format, &settings, &ctx)?.train;
     let rows = set.len();
     batch(&*set, 0)?;
     let first = begun.elapsed().as_secs_f64();
