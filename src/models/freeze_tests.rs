@@ -219,7 +219,7 @@ fn the_backward_pass_stops_at_the_last_layer_that_needs_it() {
             (ledger.peak(), ledger.log().len())
         };
         let (trained, _) = peak(&|exec| drop(network.forward_backward(exec, None)));
-        let (evaluated, _) = peak(&|exec| drop(network.evaluate(exec, None)));
+        let (evaluated, _) = peak(&|exec| drop(network.evaluate(exec, None, false)));
         let cost = network.loss.cost(spec);
         let head = cost.backward_workspace.saturating_sub(cost.forward_workspace);
         assert!(

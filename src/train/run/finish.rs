@@ -68,7 +68,7 @@ impl Run<'_> {
         let best = self.evaluation.best.map(|(value, step)| BestCheckpoint {
             step,
             path: self.checkpoints.path(step),
-            metric: setup.job.checkpoint.best.name().into(),
+            metric: setup.job.checkpoint.best.name(),
             value,
         });
         let (plan, position) = (&self.memory.plan, &self.ctx.position);
