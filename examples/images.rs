@@ -31,9 +31,15 @@ fn main() -> anyhow::Result<()> {
     };
     let (size, seconds, workers): (usize, f64, usize) = (size.parse()?, seconds.parse()?, workers.parse()?);
     let begun = Instant::now();
-    let columns = LabelColumns { path: "path".into(), label: "label".into() };
-    let options =
-        ImageOptions { channels: 3, size: [size, size], max_pixels: 64_000_000, columns, readers: workers };
+    let columns = LabelColumns { path: "path".into(), label: "label".into(), separator: None };
+    let options = ImageOptions {
+        channels: 3,
+        size: [size, size],
+        max_pixels: 64_000_000,
+        columns,
+        multi_label: false,
+        readers: workers,
+    };
     let image_files = ImageFiles::open(&[folder.into()], options, None, &DatasetContext::default())?;
     let normalise = Normalise { mean: vec![0.485, 0.456, 0.406], std: vec![0.229, 0.224, 0.225] };
     let crop = RandomResizedCrop { scale: [0.08, 1.0], ratio: [0.75, 4.0 / 3.0] };
