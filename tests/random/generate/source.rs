@@ -142,7 +142,7 @@ impl SourceBuilder<'_> {
     }
 
     /// A test set: any files, or a fraction of the training set.
-    fn test_set(&mut self, files: Value) {
+    fn test_set(&mut self, files: toml::Value) {
         match self.draw.below(7) {
             0 => self.data.set("test", files),
             1 => self.data.set("test_fraction", 0.1),
