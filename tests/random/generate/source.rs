@@ -155,7 +155,7 @@ impl SourceBuilder<'_> {
         let is_split = !self.data.contains_key("valid") || self.data.contains_key("test_fraction");
         match group {
             Some(group) if is_split && self.draw.chance(0.2) => drop(self.data.set("group", group)),
-            _ if is_split && self.draw.chance(0.3) => drop(self.data.set("split", self.draw.pick(kinds))),
+            _ if is_split && self.draw.chance(0.5) => drop(self.data.set("split", self.draw.pick(kinds))),
             _ => {}
         }
     }
