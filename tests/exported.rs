@@ -283,7 +283,11 @@ fn inputs_that_do_not_fit_the_model_are_named() {
     assert!(!at.join("out.csv").exists());
     // A category that no training row had is predicted, counted and reported.
     let out = trainer(at, &["predict", "run", "new.csv"]).expect(0);
-    assert!(out.stderr.contains("column `color`: 1 cells"), "{}", out.stderr);
+    assert!(
+        out.stderr.contains("column `color`: a category that no training row had in 1 cell"),
+        "{}",
+        out.stderr
+    );
     assert_eq!(out.stdout.lines().count(), 4);
 }
 

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use serde_json::Value;
 
-use crate::harness::{Finished, job_folder, newest_checkpoint, trainer};
+use crate::harness::{Finished, job_folder, trainer};
 
 /// A table of two numbers and a category; the class depends on all of them.
 fn table(rows: usize, first: usize) -> String {
@@ -267,8 +267,9 @@ fn a_trained_model_is_fine_tuned_to_other_classes() {
     for tuned in ["tuned", "head"] {
         assert!(loss(tuned) < loss("scratch"), "{tuned}: {} {}", loss(tuned), loss("scratch"));
     }
+    // `init` takes the best checkpoint of a run.
     let weights =
-        |run: &str| crate::freeze::tensors(&newest_checkpoint(&at.join(run)).join("model.safetensors"));
+        |run: &str| crate::freeze::tensors(&at.join(run).join("checkpoints/best/model.safetensors"));
     let (ten, head, tuned) = (weights("ten"), weights("head"), weights("tuned"));
     for name in ["layers.0.weight", "layers.0.bias", "layers.1.weight", "layers.1.bias"] {
         assert!(ten[name] == head[name], "{name} is frozen");

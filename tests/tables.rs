@@ -148,7 +148,7 @@ fn embedded_categories_are_learned_and_resumed() {
     let folder = embedding_folder();
     let fit = |args: &[&str]| losses(&fit(folder.path(), args).expect(0).json_lines());
     let said = trainer(folder.path(), &["check", "job.toml"]).expect(0).text();
-    assert!(said.contains("1 numbers and 1 categories to embed"), "{said}");
+    assert!(said.contains("1 number and 1 category to embed"), "{said}");
     assert!(said.contains("category of 12 values, embedded"), "{said}");
     // The second name, n5, is the eighth in the order n0, n1, n10, n11, n2, ...
     assert!(said.contains("name = 7  target"), "{said}");

@@ -258,7 +258,7 @@ mod tests {
         assert_eq!(
             first,
             concat!(
-                r#"{"step":1,"epoch":0,"t":1.0,"train.loss":1.0,"lr":0.001,"grad_norm":0.5,"samples":100,"#,
+                r#"{"step":1,"epoch":1,"t":1.0,"train.loss":1.0,"lr":0.001,"grad_norm":0.5,"samples":100,"#,
                 r#""step_s":1.0,"data_wait_s":0.01,"ram_bytes":216006656,"vram_bytes":0}"#
             )
         );

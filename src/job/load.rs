@@ -182,7 +182,7 @@ mod tests {
         let wide: String = (0..60_000).map(|i| format!("k{i} = 1\n")).collect();
         let errors = parse(&wide, &[]).unwrap_err();
         assert_eq!(errors.0.len(), MAX_ERRORS + 1);
-        assert_eq!(errors.0[MAX_ERRORS].message, "59953 more mistakes are not shown");
+        assert_eq!(errors.0[MAX_ERRORS].message, "not shown: 59,953 more mistakes");
     }
 
     #[test]

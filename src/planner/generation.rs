@@ -298,6 +298,6 @@ mod tests {
         );
         let long = GenerationRequest { longest_sequence: 257, ..REQUEST };
         let text = plan_generation(&inputs(&model()), long, u64::MAX).unwrap_err().to_string();
-        assert_eq!(text, "257 tokens exceed the model's context of 256");
+        assert_eq!(text, "257 tokens: the model's context is 256");
     }
 }

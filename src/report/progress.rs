@@ -263,7 +263,7 @@ mod tests {
         let all = "epoch 2/3  step 4/6  loss 0.2500  lr 1.0e-3  67 samples/s  \
                    ram 206 MiB of 256 MiB  wait 1.0 %  eta 2.2 s";
         assert_eq!(progress.line(AnsiStyle::default()), all);
-        let short = ActivitySnapshot { total: 0, ..UPDATE };
+        let short = ActivitySnapshot { done: 0, total: 0, ..UPDATE };
         let line = |width| progress.live_line(&short, width, AnsiStyle::default());
         let samples = "0/0 samples 0.3 s";
         assert_eq!(
@@ -285,9 +285,15 @@ mod tests {
     fn the_line_moves_within_an_update_an_evaluation_and_a_checkpoint() {
         let progress = after(&fixtures::run()[..9]);
         let line = |now: &ActivitySnapshot| progress.live_line(now, Some(80), AnsiStyle::default());
-        assert_eq!(line(&UPDATE), "step 5/6  30/100 samples 0.3 s  loss 0.2500  67 samples/s  eta 1.1 s");
+        assert_eq!(
+            line(&UPDATE),
+            "epoch 3/3  step 5/6  30/100 samples 0.3 s  loss 0.2500  67 samples/s  eta 1.1 s"
+        );
         let later = ActivitySnapshot { done: 60, seconds: 0.7, ..UPDATE };
-        assert_eq!(line(&later), "step 5/6  60/100 samples 0.7 s  loss 0.2500  67 samples/s  eta 1.1 s");
+        assert_eq!(
+            line(&later),
+            "epoch 3/3  step 5/6  60/100 samples 0.7 s  loss 0.2500  67 samples/s  eta 1.1 s"
+        );
         let eval = ActivitySnapshot { work: Work::Evaluation, done: 10, total: 40, seconds: 2.0, ..UPDATE };
         assert_eq!(line(&eval), "eval    step 4  ━━────────  10/40 samples  2.0 s  eta 6.0 s");
         let saving = ActivitySnapshot { work: Work::Checkpoint, total: 0, seconds: 1.5, ..UPDATE };

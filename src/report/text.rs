@@ -199,7 +199,7 @@ mod tests {
         assert_eq!(wrapped("eval   step 4  loss 0.25", 23), ["eval   step 4", "       loss 0.25"]);
         assert_eq!(
             wrapped("eval   step 4  loss 0.25", 12),
-            ["eval   step", "       4", "       loss", "       0.25"]
+            ["eval", "      step 4", "      loss", "      0.25"]
         );
         assert_eq!(wrapped("       weights  20 MiB  ████", 24), ["       weights  20 MiB"]);
         assert_eq!(wrapped("\x1b[1mrun   \x1b[0m a b c", 10), ["\x1b[1mrun   \x1b[0m a b", "       c"]);

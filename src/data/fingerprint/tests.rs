@@ -103,7 +103,7 @@ fn a_folder_is_its_names_and_contents() {
     data.touch("set/dog/7.jpg", 7);
     let changed = first.changes(&data.fingerprint(folder("set"), Some(&first)));
     assert!(
-        changed[0].contains("600 files of 1690 bytes with different content, such as `dog/7.jpg`"),
+        changed[0].contains("600 files of 1,690 bytes with different content, such as `dog/7.jpg`"),
         "{changed:?}"
     );
     data.write("set/dog/7.jpg", "7");

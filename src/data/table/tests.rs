@@ -323,7 +323,7 @@ fn every_error_is_reported_with_its_location() {
             TableSettings { on_missing: MissingPolicy::Zero, ..standard() },
             "column `z` is missing in every training row",
         ),
-        ("one class", "x,y\n1,a\n2,a\n".into(), target(&["y"]), "the target has 1 classes: a"),
+        ("one class", "x,y\n1,a\n2,a\n".into(), target(&["y"]), "the target has 1 class: a"),
         (
             "class unknown",
             "x,y\n1,a\n2,b\n".into(),

@@ -364,7 +364,7 @@ mod tests {
             (wrong(&text(), None, r#"{"a": 1, "b": 2}"#), "no field `text`; the fields are `a`, `b`"),
             (wrong(&text(), None, r#"{"text": 3}"#), "`text` must be a string, not a number"),
             (wrong(&text(), None, r#"{"text": ""}"#), "its text is empty"),
-            (wrong(&text(), None, r#"{"text": "x"}"#), "it has 1 tokens, and a sample needs at least 2"),
+            (wrong(&text(), None, r#"{"text": "x"}"#), "it has 1 token, and a sample needs at least 2"),
             (
                 wrong(&text(), Some("y"), r#"{"text": "x", "y": 0.5}"#),
                 "a whole number, true or false, not 0.5",
