@@ -202,8 +202,10 @@ mod tests {
             ["eval", "      step 4", "      loss", "      0.25"]
         );
         assert_eq!(wrapped("       weights  20 MiB  ████", 24), ["       weights  20 MiB"]);
-        assert_eq!(wrapped("\x1b[1mrun   \x1b[0m a b c", 10), ["\x1b[1mrun   \x1b[0m a b", "       c"]);
-        assert_eq!(wrapped("run    runs/a-long-name/x y", 12), ["run    runs/a-long-name/x", "      y"]);
+        assert_eq!(
+            wrapped("\x1b[1mrun   \x1b[0m aaaa  bbbb  cccc", 16),
+            ["\x1b[1mrun   \x1b[0m aaaa", "       bbbb", "       cccc"]
+        );
         for width in 1..40 {
             let words = |text: &str| text.split_whitespace().map(str::to_owned).collect::<Vec<_>>();
             let line = "stop   finishing the update, then a checkpoint; press Ctrl-C again to leave now";

@@ -15,7 +15,7 @@ use serde::Serialize;
 use super::Failure;
 use super::checkpoint::{MODEL, is_checkpoint};
 use super::run_dir::RunDir;
-use super::tensor_files::{FilterPermutation, permute_filter, write_f32};
+use super::tensor_files::{COPY_CHUNK_BYTES, FilterPermutation, permute_filter, release_pages, write_f32};
 use crate::base::regular_file;
 use crate::base::units::counted;
 use crate::job::InitHead;
@@ -164,7 +164,7 @@ impl InitialWeights {
             };
             let tensors = SafeTensors::deserialize(map).map_err(mismatch)?;
             let tensor = tensors.tensor(&spec.name).map_err(mismatch)?;
-            let values = to_f32(tensor.dtype(), tensor.data());
+            let values = read_f32(map, tensor.dtype(), tensor.data());
             // Of a vocabulary or a context of another size, the common rows; other rows stay as they are.
             let common = values.len().min(range.len());
             let part = buffer.narrow(0, range.start, common)?;
@@ -225,6 +225,21 @@ fn weight_files(path: &Path) -> Result<Vec<PathBuf>, InitError> {
     }
     let one = folder.join(MODEL);
     if one.exists() { Ok(vec![one]) } else { Err(unreadable("is a folder without model.safetensors")) }
+}
+
+/// Reads values of the file and releases its pages along the way: they count as resident memory.
+fn read_f32(map: &Mmap, dtype: Dtype, bytes: &[u8]) -> Vec<f32> {
+    let size = match dtype {
+        Dtype::F16 | Dtype::BF16 => 2,
+        Dtype::F64 => 8,
+        _ => 4,
+    };
+    let mut values = Vec::with_capacity(bytes.len() / size);
+    for chunk in bytes.chunks(COPY_CHUNK_BYTES) {
+        values.extend(to_f32(dtype, chunk));
+        release_pages(map, chunk);
+    }
+    values
 }
 
 fn to_f32(dtype: Dtype, bytes: &[u8]) -> Vec<f32> {

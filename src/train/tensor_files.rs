@@ -293,7 +293,7 @@ impl MappedFile {
                     FilterPermutation::FromFile,
                     f32::from_le_bytes,
                 );
-                self.release_pages(from);
+                release_pages(&self.0, from);
             }
         }
     }
@@ -328,12 +328,12 @@ impl MappedFile {
                     into.iter_mut()
                         .zip(from.as_chunks().0)
                         .for_each(|(value, bytes)| *value = decode(*bytes));
-                    self.release_pages(from);
+                    release_pages(&self.0, from);
                 }
             }
             MemoryFormat::ChannelsLast => {
                 permute_filter(from.as_chunks().0, into, &spec.shape, FilterPermutation::FromFile, decode);
-                self.release_pages(from);
+                release_pages(&self.0, from);
             }
         }
     }
@@ -342,27 +342,27 @@ impl MappedFile {
     fn copy_bytes(&self, from: &[u8], into: &mut [u8]) {
         for (from, into) in from.chunks(COPY_CHUNK_BYTES).zip(into.chunks_mut(COPY_CHUNK_BYTES)) {
             into.copy_from_slice(from);
-            self.release_pages(from);
+            release_pages(&self.0, from);
         }
-    }
-
-    /// Releases the pages of `bytes`, a range of the mapping.
-    fn release_pages(&self, bytes: &[u8]) {
-        #[cfg(unix)]
-        {
-            let start = bytes.as_ptr() as usize - self.0.as_ptr() as usize;
-            let advice = memmap2::UncheckedAdvice::DontNeed;
-            // SAFETY: the mapping is never written to, so a released page is read from the file again if touched. A
-            // system that ignores the advice keeps the pages resident.
-            let _ = unsafe { self.0.unchecked_advise_range(advice, start, bytes.len()) };
-        }
-        #[cfg(not(unix))]
-        let _ = bytes;
     }
 }
 
+/// Releases the pages of `bytes`, a range of the mapping.
+pub(super) fn release_pages(map: &memmap2::Mmap, bytes: &[u8]) {
+    #[cfg(unix)]
+    {
+        let start = bytes.as_ptr() as usize - map.as_ptr() as usize;
+        let advice = memmap2::UncheckedAdvice::DontNeed;
+        // SAFETY: the mapping is never written to, so a released page is read from the file again if touched. A system
+        // that ignores the advice keeps the pages resident.
+        let _ = unsafe { map.unchecked_advise_range(advice, start, bytes.len()) };
+    }
+    #[cfg(not(unix))]
+    let _ = (map, bytes);
+}
+
 /// Bytes of a file that are resident at once during a copy.
-const COPY_CHUNK_BYTES: usize = 1 << 20;
+pub(super) const COPY_CHUNK_BYTES: usize = 1 << 20;
 
 /// The bytes of a tensor, after checking its dtype and shape.
 fn checked_bytes<'a>(
