@@ -276,8 +276,6 @@ mod tests {
         assert_eq!(line(Some(28)), "step 5/6  loss 0.2500");
         assert_eq!(line(Some(11)), "loss 0.2500");
         assert_eq!(line(Some(4)), "loss");
-        let painted = progress.live_line(&UPDATE, Some(100), AnsiStyle { color: true });
-        assert!(painted.contains("\x1b[36m━━") && painted.contains("\x1b[0m\x1b[2m─"), "{painted:?}");
     }
 
     /// Updates of a second and more show their samples and time, which move within the update.

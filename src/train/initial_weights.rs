@@ -235,7 +235,7 @@ fn read_f32(map: &Mmap, dtype: Dtype, bytes: &[u8]) -> Vec<f32> {
         _ => 4,
     };
     let mut values = Vec::with_capacity(bytes.len() / size);
-    for chunk in bytes.chunks(COPY_CHUNK_BYTES) {
+    for chunk in bytes.chunks(COPY_CHUNK_BYTES / 32) {
         values.extend(to_f32(dtype, chunk));
         release_pages(map, chunk);
     }
