@@ -21,12 +21,11 @@ use std::io::{ErrorKind, Read};
 use std::path::{Path, PathBuf};
 
 use candle_core::Tensor;
-use safetensors::tensor::SafeTensors;
 
 use super::Failure;
 use super::run_dir;
 use super::tensor_files::{
-    FlatBuffer, load_buffers, load_named, load_named_if, named_tensors, sync, write_buffers, write_tensors,
+    FlatBuffer, load_buffers, load_named, named_tensors, sync, write_buffers, write_tensors,
 };
 use crate::base::regular_file;
 use crate::optim::Optimizer;
@@ -411,16 +410,6 @@ pub fn load(path: &Path, tensors: &CheckpointTensors) -> Result<(), Failure> {
         load_named(&path.join(file), store.layout.params.trained(), average)?;
     }
     load_buffers(&path.join(OPTIMIZER), tensors.optimizer.state()?)?;
-    Ok(store.sync_compute_weights()?)
-}
-
-/// Loads weights by name from a safetensors file of this or another tool; ignores tensors the model does not have. A
-/// file without running statistics leaves them as they are; a file with some must have all.
-pub fn load_weights(file: &Path, store: &ParamStore) -> Result<(), Failure> {
-    let stats = &store.layout.stats;
-    load_params(file, store)?;
-    let has_some = |found: &SafeTensors| stats.iter().any(|(spec, _)| found.tensor(&spec.name).is_ok());
-    load_named_if(file, stats.iter(), &store.stats, has_some)?;
     Ok(store.sync_compute_weights()?)
 }
 

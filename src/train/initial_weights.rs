@@ -4,23 +4,20 @@
 //! before anything is allocated, and reported; nothing mismatches silently.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::fs::File;
+use std::io;
 use std::path::{Path, PathBuf};
 
-use half::{bf16, f16};
-use memmap2::Mmap;
-use safetensors::tensor::{Dtype, SafeTensors};
 use serde::Serialize;
 
 use super::Failure;
 use super::checkpoint::{MODEL, is_checkpoint};
 use super::run_dir::RunDir;
-use super::tensor_files::{COPY_CHUNK_BYTES, FilterPermutation, permute_filter, release_pages, write_f32};
+use super::tensor_reader::{TensorReader, is_float};
 use crate::base::regular_file;
 use crate::base::units::counted;
 use crate::job::InitHead;
 use crate::param_store::ParamStore;
-use crate::params::{MemoryFormat, ParamLayout, TensorSpec};
+use crate::params::{ParamLayout, TensorSpec};
 
 /// Lists the files of the shards of a model, as transformers writes it.
 const SHARD_INDEX: &str = "model.safetensors.index.json";
@@ -48,9 +45,9 @@ pub struct InitReport {
     pub left_over: Vec<String>,
 }
 
-/// The files of the weights, mapped.
+/// The files of the weights.
 pub struct InitialWeights {
-    files: Vec<(PathBuf, Mmap)>,
+    files: Vec<TensorReader>,
     /// File of each tensor.
     places: BTreeMap<String, usize>,
     pub report: InitReport,
@@ -61,17 +58,17 @@ pub struct InitialWeights {
 impl InitialWeights {
     /// Opens the weights at `path` for a model with this layout, whose last linear layer is called `head`.
     pub fn open(path: &Path, layout: &ParamLayout, head: &str, policy: InitHead) -> Result<Self, InitError> {
-        let unreadable =
-            |path: &Path, problem: String| InitError::Unreadable { path: path.to_owned(), problem };
         let (mut files, mut places) = (Vec::new(), BTreeMap::new());
-        for file in weight_files(path)? {
-            // SAFETY: as for checkpoints: a file that another program truncates while it is mapped raises SIGBUS.
-            let map = regular_file::open(&file).and_then(|open: File| unsafe { Mmap::map(&open) });
-            let map = map.map_err(|error| unreadable(&file, format!("cannot be read: {error}")))?;
-            let tensors = SafeTensors::deserialize(&map)
-                .map_err(|error| unreadable(&file, format!("is not a safetensors file: {error}")))?;
-            places.extend(tensors.names().into_iter().map(|name| (name.to_owned(), files.len())));
-            files.push((file, map));
+        for path in weight_files(path)? {
+            let reader = TensorReader::open(&path).map_err(|error| {
+                let problem = match error.kind() {
+                    io::ErrorKind::InvalidData => error.to_string(),
+                    _ => format!("cannot be read: {error}"),
+                };
+                InitError::Unreadable { path, problem }
+            })?;
+            places.extend(reader.names().into_iter().map(|name| (name, files.len())));
+            files.push(reader);
         }
         let mut weights = Self { files, places, report: InitReport::default(), taken: BTreeSet::new() };
         weights.match_names(layout, head, policy)?;
@@ -133,13 +130,13 @@ impl InitialWeights {
     /// The shape of a tensor, whose type must be a float; `None` if there is no such tensor.
     fn shape_of(&self, name: &str) -> Result<Option<Vec<usize>>, InitError> {
         let Some(&file) = self.places.get(name) else { return Ok(None) };
-        let (path, map) = &self.files[file];
-        let problem = |problem: String| InitError::Unreadable { path: path.clone(), problem };
-        let tensors = SafeTensors::deserialize(map).map_err(|error| problem(error.to_string()))?;
-        let tensor = tensors.tensor(name).map_err(|error| problem(error.to_string()))?;
-        match tensor.dtype() {
-            Dtype::F32 | Dtype::F16 | Dtype::BF16 | Dtype::F64 => Ok(Some(tensor.shape().to_vec())),
-            other => Err(problem(format!("has `{name}` as {other}, and floats are wanted"))),
+        let reader = &self.files[file];
+        match reader.info(name) {
+            Some(info) if !is_float(info.dtype) => Err(InitError::Unreadable {
+                path: reader.path().to_owned(),
+                problem: format!("has `{name}` as {}, and floats are wanted", info.dtype),
+            }),
+            info => Ok(info.map(|info| info.shape.clone())),
         }
     }
 
@@ -157,23 +154,10 @@ impl InitialWeights {
         buffer: &candle_core::Tensor,
     ) -> Result<(), Failure> {
         for (spec, range) in params.filter(|(spec, _)| self.taken.contains(&spec.name)) {
-            let (path, map) = &self.files[self.places[&spec.name]];
-            let mismatch = |error: safetensors::SafeTensorError| Failure::ForeignCheckpoint {
-                path: path.clone(),
-                reason: error.to_string(),
-            };
-            let tensors = SafeTensors::deserialize(map).map_err(mismatch)?;
-            let tensor = tensors.tensor(&spec.name).map_err(mismatch)?;
-            let values = read_f32(map, tensor.dtype(), tensor.data());
-            // Of a vocabulary or a context of another size, the common rows; other rows stay as they are.
-            let common = values.len().min(range.len());
-            let part = buffer.narrow(0, range.start, common)?;
-            write_f32(&part, |into| match spec.memory_format {
-                MemoryFormat::Contiguous => into.copy_from_slice(&values[..common]),
-                MemoryFormat::ChannelsLast => {
-                    permute_filter(&values, into, &spec.shape, FilterPermutation::FromFile, |value| value);
-                }
-            })?;
+            let reader = &self.files[self.places[&spec.name]];
+            if let Some(info) = reader.info(&spec.name) {
+                reader.read_param(info, spec, &buffer.narrow(0, range.start, range.len())?)?;
+            }
         }
         Ok(())
     }
@@ -225,30 +209,6 @@ fn weight_files(path: &Path) -> Result<Vec<PathBuf>, InitError> {
     }
     let one = folder.join(MODEL);
     if one.exists() { Ok(vec![one]) } else { Err(unreadable("is a folder without model.safetensors")) }
-}
-
-/// Reads values of the file and releases its pages along the way: they count as resident memory.
-fn read_f32(map: &Mmap, dtype: Dtype, bytes: &[u8]) -> Vec<f32> {
-    let size = match dtype {
-        Dtype::F16 | Dtype::BF16 => 2,
-        Dtype::F64 => 8,
-        _ => 4,
-    };
-    let mut values = Vec::with_capacity(bytes.len() / size);
-    for chunk in bytes.chunks(COPY_CHUNK_BYTES / 32) {
-        values.extend(to_f32(dtype, chunk));
-        release_pages(map, chunk);
-    }
-    values
-}
-
-fn to_f32(dtype: Dtype, bytes: &[u8]) -> Vec<f32> {
-    match dtype {
-        Dtype::F16 => bytes.as_chunks().0.iter().map(|b| f16::from_le_bytes(*b).to_f32()).collect(),
-        Dtype::BF16 => bytes.as_chunks().0.iter().map(|b| bf16::from_le_bytes(*b).to_f32()).collect(),
-        Dtype::F64 => bytes.as_chunks().0.iter().map(|b| f64::from_le_bytes(*b) as f32).collect(),
-        _ => bytes.as_chunks().0.iter().map(|b| f32::from_le_bytes(*b)).collect(),
-    }
 }
 
 #[cfg(test)]

@@ -7,14 +7,12 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use candle_core::{DType, Tensor};
-use half::{bf16, f16};
-use safetensors::tensor::{self, Dtype, SafeTensors, serialize_to_file};
+use safetensors::tensor::{self, Dtype, serialize_to_file};
 
 use super::Failure;
-use crate::base::regular_file;
+use super::tensor_reader::{TensorReader, is_float};
 use crate::kernels::cpu::{self, View};
 use crate::kernels::host;
-use crate::kernels::update::cast_into;
 use crate::params::{FlatLayout, MemoryFormat, TensorSpec};
 
 /// A tensor in the shape other tools expect.
@@ -211,188 +209,40 @@ pub(super) fn sync(path: &Path) -> Result<(), Failure> {
 /// Loads the tensors of a file into these ranges of a flat buffer, by name; ignores any others.
 pub(super) fn load_named<'a>(
     file: &Path,
-    params: impl Iterator<Item = (&'a TensorSpec, std::ops::Range<usize>)>,
-    buffer: &Tensor,
-) -> Result<(), Failure> {
-    load_named_if(file, params, buffer, |_| true)
-}
-
-/// As [`load_named`], if `accept` returns true for the file.
-pub(super) fn load_named_if<'a>(
-    file: &Path,
     mut params: impl Iterator<Item = (&'a TensorSpec, std::ops::Range<usize>)>,
     buffer: &Tensor,
-    accept: impl FnOnce(&SafeTensors) -> bool,
 ) -> Result<(), Failure> {
-    let mismatch = |reason: String| Failure::ForeignCheckpoint { path: file.to_owned(), reason };
-    let mapped = MappedFile::open(file)?;
-    let tensors = SafeTensors::deserialize(&mapped.0).map_err(|e| mismatch(e.to_string()))?;
-    if !accept(&tensors) {
-        return Ok(());
-    }
+    let reader = TensorReader::open_checkpoint(file)?;
     params.try_for_each(|(spec, range)| {
-        let bytes = checked_bytes(&tensors, &spec.name, Dtype::F32, &spec.shape).map_err(mismatch)?;
-        let part = buffer.narrow(0, range.start, range.len())?;
-        Ok(write_f32(&part, |into| mapped.read_param(bytes, &spec.shape, spec.memory_format, into))?)
+        let info = reader.checked(&spec.name, Dtype::F32, &spec.shape)?;
+        reader.read_param(info, spec, &buffer.narrow(0, range.start, range.len())?)
     })
-}
-
-/// Writes f32 values to a contiguous tensor: in place, or through a copy if it has another float type.
-pub(super) fn write_f32(to: &Tensor, fill: impl FnOnce(&mut [f32])) -> candle_core::Result<()> {
-    if to.dtype() == DType::F32 {
-        return host::write(to, fill);
-    }
-    let mut values = vec![0f32; to.elem_count()];
-    fill(&mut values);
-    let len = values.len();
-    cast_into(&Tensor::from_vec(values, len, to.device())?, to)
 }
 
 /// Loads flat buffers that [`write_buffers`] wrote.
 pub(super) fn load_buffers(file: &Path, buffers: &[(&'static str, Tensor)]) -> Result<(), Failure> {
-    let mismatch = |reason: String| Failure::ForeignCheckpoint { path: file.to_owned(), reason };
-    let mapped = MappedFile::open(file)?;
-    let tensors = SafeTensors::deserialize(&mapped.0).map_err(|e| mismatch(e.to_string()))?;
-    for (name, buffer) in buffers {
-        let bytes = |dtype| checked_bytes(&tensors, name, dtype, buffer.dims()).map_err(mismatch);
-        match buffer.dtype() {
-            DType::U8 => {
-                let bytes = bytes(Dtype::U8)?;
-                host::write::<u8, _>(buffer, |all| mapped.copy_bytes(bytes, all))?;
-            }
-            _ => {
-                let bytes = bytes(Dtype::F32)?;
-                host::write::<f32, _>(buffer, |all| mapped.copy_bytes(bytes, bytemuck::cast_slice_mut(all)))?;
-            }
-        }
-    }
-    Ok(())
-}
-
-/// A memory-mapped file: loading copies each tensor once. Its pages count as resident memory of the process, so pages
-/// already copied are released along the way.
-struct MappedFile(memmap2::Mmap);
-
-impl MappedFile {
-    fn open(path: &Path) -> Result<Self, Failure> {
-        let file = regular_file::open(path).map_err(Failure::io("open", path))?;
-        // SAFETY: the run owns its directory. If another program truncates the file while it is mapped, the access
-        // raises SIGBUS and ends the process, as for any reader of mapped files.
-        unsafe { memmap2::Mmap::map(&file) }.map(Self).map_err(Failure::io("map", path))
-    }
-
-    /// Copies a parameter whose bytes in the file are `from`.
-    fn read_param(&self, from: &[u8], shape: &[usize], memory_format: MemoryFormat, into: &mut [f32]) {
-        match memory_format {
-            MemoryFormat::Contiguous => self.copy_bytes(from, bytemuck::cast_slice_mut(into)),
-            MemoryFormat::ChannelsLast => {
-                permute_filter(
-                    from.as_chunks().0,
-                    into,
-                    shape,
-                    FilterPermutation::FromFile,
-                    f32::from_le_bytes,
-                );
-                release_pages(&self.0, from);
-            }
-        }
-    }
-
-    /// Copies a parameter of any float type.
-    fn read_floats(&self, tensors: &SafeTensors, spec: &TensorSpec, into: &mut [f32]) -> Result<(), String> {
-        let name = spec.name.as_str();
-        // A language model that was saved without its head has names without the prefix of the body.
-        let bare = name.split_once('.').filter(|(prefix, _)| ["transformer", "model"].contains(prefix));
-        let found = tensors.tensor(name).ok().or_else(|| tensors.tensor(bare?.1).ok());
-        let tensor = found.ok_or_else(|| format!("it has no `{name}`"))?;
-        if tensor.shape() != spec.shape {
-            return Err(format!("`{name}` has shape {:?} there and {:?} here", tensor.shape(), spec.shape));
-        }
-        let data = tensor.data();
-        match tensor.dtype() {
-            Dtype::F32 => self.read_param(data, &spec.shape, spec.memory_format, into),
-            Dtype::F16 => self.read_half(data, spec, into, |bytes| f16::from_le_bytes(bytes).to_f32()),
-            Dtype::BF16 => self.read_half(data, spec, into, |bytes| bf16::from_le_bytes(bytes).to_f32()),
-            other => {
-                return Err(format!("`{name}` is {other:?} there, and not a float type of up to 32 bits"));
-            }
-        }
-        Ok(())
-    }
-
-    /// Decodes a parameter of a half type.
-    fn read_half(&self, from: &[u8], spec: &TensorSpec, into: &mut [f32], decode: impl Fn([u8; 2]) -> f32) {
-        match spec.memory_format {
-            MemoryFormat::Contiguous => {
-                for (from, into) in from.chunks(COPY_CHUNK_BYTES).zip(into.chunks_mut(COPY_CHUNK_BYTES / 2)) {
-                    into.iter_mut()
-                        .zip(from.as_chunks().0)
-                        .for_each(|(value, bytes)| *value = decode(*bytes));
-                    release_pages(&self.0, from);
-                }
-            }
-            MemoryFormat::ChannelsLast => {
-                permute_filter(from.as_chunks().0, into, &spec.shape, FilterPermutation::FromFile, decode);
-                release_pages(&self.0, from);
-            }
-        }
-    }
-
-    /// Copies bytes of the file chunk by chunk, releasing pages as it goes.
-    fn copy_bytes(&self, from: &[u8], into: &mut [u8]) {
-        for (from, into) in from.chunks(COPY_CHUNK_BYTES).zip(into.chunks_mut(COPY_CHUNK_BYTES)) {
-            into.copy_from_slice(from);
-            release_pages(&self.0, from);
-        }
-    }
-}
-
-/// Releases the pages of `bytes`, a range of the mapping.
-pub(super) fn release_pages(map: &memmap2::Mmap, bytes: &[u8]) {
-    #[cfg(unix)]
-    {
-        let start = bytes.as_ptr() as usize - map.as_ptr() as usize;
-        let advice = memmap2::UncheckedAdvice::DontNeed;
-        // SAFETY: the mapping is never written to, so a released page is read from the file again if touched. A system
-        // that ignores the advice keeps the pages resident.
-        let _ = unsafe { map.unchecked_advise_range(advice, start, bytes.len()) };
-    }
-    #[cfg(not(unix))]
-    let _ = (map, bytes);
-}
-
-/// Bytes of a file that are resident at once during a copy.
-pub(super) const COPY_CHUNK_BYTES: usize = 1 << 20;
-
-/// The bytes of a tensor, after checking its dtype and shape.
-fn checked_bytes<'a>(
-    tensors: &SafeTensors<'a>,
-    name: &str,
-    dtype: Dtype,
-    shape: &[usize],
-) -> Result<&'a [u8], String> {
-    let tensor = tensors.tensor(name).map_err(|_| format!("it has no `{name}`"))?;
-    if tensor.shape() != shape || tensor.dtype() != dtype {
-        return Err(format!(
-            "`{name}` is {} {:?} there and {dtype} {shape:?} here",
-            tensor.dtype(),
-            tensor.shape()
-        ));
-    }
-    Ok(tensor.data())
+    let reader = TensorReader::open_checkpoint(file)?;
+    buffers.iter().try_for_each(|(name, buffer)| reader.read_buffer(name, buffer))
 }
 
 /// Loads the tensors of a file by name into views of any float dtype, one tensor at a time. The file may have another
 /// float type than the views, as exports do.
 pub fn load_views(file: &Path, flat: &FlatLayout, views: &[Tensor]) -> Result<(), Failure> {
-    let mismatch = |reason: String| Failure::ForeignCheckpoint { path: file.to_owned(), reason };
-    let mapped = MappedFile::open(file)?;
-    let tensors = SafeTensors::deserialize(&mapped.0).map_err(|e| mismatch(e.to_string()))?;
+    let reader = TensorReader::open_checkpoint(file)?;
     for ((spec, _), view) in flat.in_declaration_order().zip(views) {
-        let mut values = vec![0f32; spec.len()];
-        mapped.read_floats(&tensors, spec, &mut values).map_err(mismatch)?;
-        let values = Tensor::from_vec(values, spec.len(), view.device())?;
-        cast_into(&values, &view.flatten_all()?)?;
+        let name = spec.name.as_str();
+        // A language model that was saved without its head has names without the prefix of the body.
+        let bare = name.split_once('.').filter(|(prefix, _)| ["transformer", "model"].contains(prefix));
+        let found = reader.info(name).or_else(|| reader.info(bare?.1));
+        let info = found.ok_or_else(|| reader.mismatch(format!("it has no `{name}`")))?;
+        if info.shape != spec.shape {
+            let reason = format!("`{name}` has shape {:?} there and {:?} here", info.shape, spec.shape);
+            return Err(reader.mismatch(reason));
+        }
+        if !is_float(info.dtype) {
+            return Err(reader.mismatch(format!("`{name}` is {} there, and not a float", info.dtype)));
+        }
+        reader.read_param(info, spec, &view.flatten_all()?)?;
     }
     Ok(())
 }

@@ -17,7 +17,7 @@ use crate::layers::Mode;
 use crate::layers::gradcheck::{TestContext, test_spec};
 use crate::memory::Ledger;
 use crate::params::TensorSpec;
-use crate::train::checkpoint::load_weights;
+use crate::train::tensor_files::load_views;
 
 const BATCH: usize = 3;
 const LETTERS: &str = "\n abcdefghijklmnopqrstuvwxyzéß€";
@@ -227,7 +227,9 @@ impl Case {
         let lengths = (self.samples == Samples::Text).then(|| vec![24, 9, 17]);
         let built = models::build(&self.model, &self.features).unwrap();
         let (network, context) = (built.network, TestContext::with_layout(built.layout, DType::F32, BATCH));
-        load_weights(&self.weights(), &context.store).unwrap();
+        let store = &context.store;
+        load_views(&self.weights(), &store.layout.params, store.weight_views()).unwrap();
+        load_views(&self.weights(), &store.layout.stats, store.stat_views()).unwrap();
         let mut pass = context.pass(Mode::Eval);
         pass.lengths = lengths.as_deref();
         let ledger = Ledger::planning();

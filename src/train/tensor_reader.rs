@@ -1,0 +1,171 @@
+//! Reads safetensors files a chunk at a time: however large its tensors are, a file takes the memory of one chunk.
+
+use std::fs::File;
+use std::io::{self, Read, Seek, SeekFrom};
+use std::path::{Path, PathBuf};
+
+use candle_core::{DType, Tensor};
+use half::{bf16, f16};
+use safetensors::SafeTensors;
+use safetensors::tensor::{Dtype, Metadata, TensorInfo};
+
+use super::Failure;
+use super::tensor_files::{FilterPermutation, permute_filter};
+use crate::base::regular_file;
+use crate::kernels::host;
+use crate::kernels::update::cast_into;
+use crate::params::{MemoryFormat, TensorSpec};
+
+const CHUNK_BYTES: usize = 256 << 10;
+
+/// An open safetensors file whose header was read.
+pub struct TensorReader {
+    path: PathBuf,
+    file: File,
+    /// Offset of the first tensor in the file.
+    data_start: u64,
+    metadata: Metadata,
+}
+
+impl TensorReader {
+    /// Opens a file. One that is not a safetensors file, or is cut short, is [`io::ErrorKind::InvalidData`].
+    pub fn open(path: &Path) -> io::Result<Self> {
+        let file = regular_file::open(path)?;
+        // SAFETY: mapped only while the header is read. If another program truncates the file meanwhile, the access
+        // raises SIGBUS and ends the process, as for any reader of mapped files.
+        let map = unsafe { memmap2::Mmap::map(&file) }?;
+        let (header_bytes, metadata) = SafeTensors::read_metadata(&map).map_err(|error| {
+            io::Error::new(io::ErrorKind::InvalidData, format!("is not a safetensors file: {error}"))
+        })?;
+        let data_start = (size_of::<u64>() + header_bytes) as u64;
+        Ok(Self { path: path.to_owned(), file, data_start, metadata })
+    }
+
+    /// As [`Self::open`], for a file of a checkpoint.
+    pub fn open_checkpoint(path: &Path) -> Result<Self, Failure> {
+        Self::open(path).map_err(|error| match error.kind() {
+            io::ErrorKind::InvalidData => {
+                Failure::ForeignCheckpoint { path: path.to_owned(), reason: error.to_string() }
+            }
+            _ => Failure::io("open", path)(error),
+        })
+    }
+
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    pub fn names(&self) -> Vec<String> {
+        self.metadata.offset_keys()
+    }
+
+    pub fn info(&self, name: &str) -> Option<&TensorInfo> {
+        self.metadata.info(name)
+    }
+
+    /// The tensor of this name, if it has this type and shape.
+    pub fn checked(&self, name: &str, dtype: Dtype, shape: &[usize]) -> Result<&TensorInfo, Failure> {
+        let info = self.info(name).ok_or_else(|| self.mismatch(format!("it has no `{name}`")))?;
+        match info.shape == shape && info.dtype == dtype {
+            true => Ok(info),
+            false => Err(self.mismatch(format!(
+                "`{name}` is {} {:?} there and {dtype} {shape:?} here",
+                info.dtype, info.shape
+            ))),
+        }
+    }
+
+    pub fn mismatch(&self, reason: String) -> Failure {
+        Failure::ForeignCheckpoint { path: self.path.clone(), reason }
+    }
+
+    /// Reads a parameter of any float type into `to`, a flat tensor. Where `to` has another number of rows than the
+    /// file, the common ones are read.
+    pub fn read_param(&self, info: &TensorInfo, spec: &TensorSpec, to: &Tensor) -> Result<(), Failure> {
+        let row_len: usize = info.shape.iter().skip(1).product();
+        let values = (info.shape.iter().product::<usize>()).min(to.elem_count());
+        // A filter is permuted whole: a chunk has only whole ones.
+        let unit = match spec.memory_format {
+            MemoryFormat::Contiguous => 1,
+            MemoryFormat::ChannelsLast => row_len.max(1),
+        };
+        let mut decoded = Vec::new();
+        let mut permuted = Vec::new();
+        self.for_each_chunk(info, values, unit, |start, bytes| {
+            decode(info.dtype, bytes, &mut decoded);
+            let values = match spec.memory_format {
+                MemoryFormat::Contiguous => &decoded,
+                MemoryFormat::ChannelsLast => {
+                    permuted.resize(decoded.len(), 0.0);
+                    let direction = FilterPermutation::FromFile;
+                    permute_filter(&decoded, &mut permuted, &spec.shape, direction, |value: f32| value);
+                    &permuted
+                }
+            };
+            write_f32(&to.narrow(0, start, values.len())?, values)
+        })
+    }
+
+    /// Reads a flat buffer of f32 or u8.
+    pub fn read_buffer(&self, name: &str, to: &Tensor) -> Result<(), Failure> {
+        let dtype = if to.dtype() == DType::U8 { Dtype::U8 } else { Dtype::F32 };
+        let info = self.checked(name, dtype, to.dims())?;
+        let to = to.flatten_all()?;
+        let mut decoded = Vec::new();
+        self.for_each_chunk(info, to.elem_count(), 1, |start, bytes| match dtype {
+            Dtype::U8 => {
+                host::write(&to.narrow(0, start, bytes.len())?, |to: &mut [u8]| to.copy_from_slice(bytes))
+            }
+            _ => {
+                decode(dtype, bytes, &mut decoded);
+                write_f32(&to.narrow(0, start, decoded.len())?, &decoded)
+            }
+        })
+    }
+
+    /// Calls `each` with the index of the first value and the bytes of every chunk of the first `values` of a tensor. A
+    /// chunk has a multiple of `unit` values.
+    fn for_each_chunk(
+        &self,
+        info: &TensorInfo,
+        values: usize,
+        unit: usize,
+        mut each: impl FnMut(usize, &[u8]) -> candle_core::Result<()>,
+    ) -> Result<(), Failure> {
+        let size = info.dtype.bitsize() / 8;
+        let chunk = (CHUNK_BYTES / size / unit).max(1) * unit;
+        let mut bytes = vec![0; chunk.min(values) * size];
+        let mut file = &self.file;
+        let failed = || Failure::io("read", &self.path);
+        file.seek(SeekFrom::Start(self.data_start + info.data_offsets.0 as u64)).map_err(failed())?;
+        for start in (0..values).step_by(chunk) {
+            let bytes = &mut bytes[..chunk.min(values - start) * size];
+            file.read_exact(bytes).map_err(failed())?;
+            each(start, bytes)?;
+        }
+        Ok(())
+    }
+}
+
+/// Whether [`TensorReader::read_param`] reads tensors of this type.
+pub fn is_float(dtype: Dtype) -> bool {
+    matches!(dtype, Dtype::F16 | Dtype::BF16 | Dtype::F32 | Dtype::F64)
+}
+
+fn decode(dtype: Dtype, bytes: &[u8], into: &mut Vec<f32>) {
+    into.clear();
+    match dtype {
+        Dtype::F16 => into.extend(bytes.as_chunks().0.iter().map(|b| f16::from_le_bytes(*b).to_f32())),
+        Dtype::BF16 => into.extend(bytes.as_chunks().0.iter().map(|b| bf16::from_le_bytes(*b).to_f32())),
+        Dtype::F64 => into.extend(bytes.as_chunks().0.iter().map(|b| f64::from_le_bytes(*b) as f32)),
+        _ => into.extend(bytes.as_chunks().0.iter().map(|b| f32::from_le_bytes(*b))),
+    }
+}
+
+/// Writes values to a flat tensor of any float type.
+fn write_f32(to: &Tensor, values: &[f32]) -> candle_core::Result<()> {
+    match to.dtype() {
+        DType::F32 => host::write(to, |to: &mut [f32]| to.copy_from_slice(values)),
+        _ => cast_into(&Tensor::from_slice(values, values.len(), to.device())?, to),
+    }
+}
