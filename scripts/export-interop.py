@@ -3,11 +3,11 @@
     cargo build --release --bins --examples
     python scripts/export-interop.py --build target/release
     TRAINER_EXPORT_DIR=DIR cargo test --lib writes_what_other_tools_compare
-    python scripts/export-interop.py --folder DIR
+    python scripts/export-interop.py --folder DIR [--golden tests/data/export-golden.json]
 
 The first form trains a small model of each kind on generated data, exports it in each format and compares with the
 logits of `examples/logits.rs`. The second compares exports that a unit test made of models with random weights, which
-covers more layers. Needs numpy, safetensors and what is to be compared: onnxruntime, torch with transformers and
+covers more layers; `--golden` keeps what the tools gave, for the unit test that has no such tools. Needs numpy, safetensors and what is to be compared: onnxruntime, torch with transformers and
 torchvision, xllamacpp; what is not installed is skipped and named.
 
 A difference is relative to the largest logit. In f32 it must be below 1e-4; f16 and bf16 have the precision of their
@@ -29,6 +29,7 @@ import subprocess
 import sys
 import tempfile
 import urllib.request
+import zlib
 
 import numpy as np
 from safetensors.numpy import load_file
@@ -197,7 +198,8 @@ def compare_gguf(case, folder, dtype):
     quantized = dtype not in TOLERANCE
     passed = len(theirs) == NEW_TOKENS and apart < PROBABILITY_TOLERANCE.get(dtype, QUANTIZED_TOLERANCE)
     passed &= quantized or same == NEW_TOKENS or tie
-    return f"{same} of {NEW_TOKENS} tokens{', then a tie' if tie else ''}, p {apart:.1e}", passed
+    kept = {"prompt": prompt, "tokens": theirs, "end": end}
+    return f"{same} of {NEW_TOKENS} tokens{', then a tie' if tie else ''}, p {apart:.1e}", passed, kept
 
 
 def run_gguf(case, folder):
@@ -360,8 +362,20 @@ def trained(build, root, only):
         yield Case(name, kind, exports, samples[: len(logits)], logits, texts=TEXTS if "-" in name else None)
 
 
-def compare(case):
-    """Yields (format, type, result, passed) of each export."""
+def golden_files(folder, form):
+    """CRC-32 of the files that a tool reads."""
+    names = {"hf": ["model.safetensors", "config.json"], "onnx": ["model.onnx"], "gguf": ["model.gguf"]}[form]
+    return {name: zlib.crc32((folder / name).read_bytes()) for name in names if (folder / name).exists()}
+
+
+def golden_logits(logits):
+    """The logits of each sample, of its last position for a language model."""
+    last = logits if logits.ndim == 2 else logits[:, -1]
+    return [float(f"{value:.7g}") for value in last.flatten()]
+
+
+def compare(case, golden):
+    """Yields (format, type, result, passed) of each export, and adds what the tools gave to `golden`."""
     for (form, dtype), folder in sorted(case.exports.items()):
         needed = {"onnx": ["onnxruntime"], "hf": ["torch", "transformers"], "gguf": ["xllamacpp", "torch"]}.get(form, [])
         missing = [name for name in needed if installed(name) is None]
@@ -371,10 +385,15 @@ def compare(case):
         if missing:
             yield form, dtype, f"skipped: no {', '.join(missing)}", True
         elif form == "gguf":
-            yield form, dtype, *compare_gguf(case, folder, dtype)
+            result, passed, kept = compare_gguf(case, folder, dtype)
+            if dtype == "f16":
+                golden[form] = {"files": golden_files(folder, form), **kept}
+            yield form, dtype, result, passed
         else:
             theirs = {"onnx": run_onnx, "hf": run_hf}[form](case, folder)
             assert theirs.shape == case.logits.shape, (theirs.shape, case.logits.shape)
+            if dtype == "f32":
+                golden[form] = {"files": golden_files(folder, form), "logits": golden_logits(theirs)}
             difference = np.abs(theirs - case.logits).max() / np.abs(case.logits).max()
             yield form, dtype, f"{difference:.1e}", difference < TOLERANCE[dtype]
 
@@ -384,9 +403,10 @@ def main():
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--build", type=pathlib.Path, help="folder of `trainer` and `examples/logits`")
     source.add_argument("--folder", type=pathlib.Path, help="what the unit test wrote")
+    parser.add_argument("--golden", type=pathlib.Path, help="where to keep what the tools gave")
     parser.add_argument("--only", default="", help="part of the name of the cases to compare")
     arguments = parser.parse_args()
-    failed = False
+    failed, golden = False, {}
     with tempfile.TemporaryDirectory() as root:
         cases = (
             from_folder(arguments.folder) if arguments.folder
@@ -395,9 +415,11 @@ def main():
         for case in cases:
             if arguments.only not in case.name:
                 continue
-            for form, dtype, result, passed in compare(case):
+            for form, dtype, result, passed in compare(case, golden.setdefault(case.name, {})):
                 failed |= not passed
                 print(f"{case.name:<16} {form:<6} {dtype:<7} {result:<40} {'' if passed else 'FAILED'}", flush=True)
+    if arguments.golden and not failed:
+        arguments.golden.write_text(json.dumps(golden, separators=(",", ":")) + "\n")
     sys.exit(failed)
 
 

@@ -113,6 +113,7 @@ pub fn session_options(
         gpu: common.open_gpu(&model.job.memory)?,
         reference: common.uses_reference(),
         max_micro_batch: batch_size as usize,
+        held_bytes: 0,
     })
 }
 
@@ -141,7 +142,7 @@ impl EvalArgs {
     pub fn run(&self, common: &CommonArgs) -> anyhow::Result<Exit> {
         let model = self.model.open(common)?;
         start_threads()?;
-        let options = session_options(common, &model, self.batch_size)?;
+        let mut options = session_options(common, &model, self.batch_size)?;
         let tokenizer = model.tokenizer();
         let trained = TrainedOn {
             job: &model.job,
@@ -153,7 +154,9 @@ impl EvalArgs {
             true => Samples::Set(self.split.into()),
             false => Samples::Labelled(&self.data),
         };
-        let dataset = trained.open(samples, &opening(common, &model, options.ram))?;
+        let ctx = opening(common, &model, options.ram);
+        let dataset = trained.open(samples, &ctx)?;
+        options.held_bytes = ctx.large_images.extra_bytes();
         let display = common.display_options(io::stderr().is_terminal());
         let bar = sample_bar(display, dataset.len() / dataset.views(), "eval");
         let evaluation =

@@ -74,7 +74,7 @@ impl ExportArgs {
     pub fn run(&self, common: &CommonArgs) -> anyhow::Result<Exit> {
         let mut model = self.model.open(common)?;
         start_threads()?;
-        let session = session_options(common, &model, self.batch_size)?;
+        let mut session = session_options(common, &model, self.batch_size)?;
         let options = ExportOptions {
             format: self.format,
             dtype: self.dtype,
@@ -88,7 +88,7 @@ impl ExportArgs {
         let written = export(&ExportSource::new(&model), &options, &mut progress);
         progress.0.finish_and_clear();
         let mut summary = written.map_err(cli_error)?;
-        match validation_set(&model, &session, common) {
+        match validation_set(&model, &mut session, common) {
             Ok(dataset) => {
                 let bar = sample_bar(display, 2 * dataset.len(), "compare");
                 let on_progress = |done| bar.set_position(done);
@@ -128,7 +128,7 @@ impl ExportArgs {
 
 fn validation_set(
     model: &TrainedModel,
-    session: &SessionOptions,
+    session: &mut SessionOptions,
     common: &CommonArgs,
 ) -> Result<Arc<dyn Dataset>, Failure> {
     let tokenizer = model.tokenizer();
@@ -138,7 +138,10 @@ fn validation_set(
         tokenizer: tokenizer.as_deref(),
         test_time: TestTimeAugmentation::Off,
     };
-    trained.open(Samples::Set(DatasetSplit::Valid), &opening(common, model, session.ram))
+    let ctx = opening(common, model, session.ram);
+    let dataset = trained.open(Samples::Set(DatasetSplit::Valid), &ctx)?;
+    session.held_bytes = ctx.large_images.extra_bytes();
+    Ok(dataset)
 }
 
 fn cli_error(error: ExportError) -> anyhow::Error {

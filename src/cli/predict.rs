@@ -63,7 +63,7 @@ impl PredictArgs {
         let format = self.format(common)?;
         let model = self.model.open(common)?;
         start_threads()?;
-        let session = session_options(common, &model, self.batch_size)?;
+        let mut session = session_options(common, &model, self.batch_size)?;
         let tokenizer = model.tokenizer();
         let trained = TrainedOn {
             job: &model.job,
@@ -72,7 +72,9 @@ impl PredictArgs {
             test_time: self.tta.unwrap_or_default(),
         };
         let (inputs, _spooled) = self.spooled_inputs(&model)?;
-        let dataset = trained.open(Samples::Unlabelled(&inputs), &opening(common, &model, session.ram))?;
+        let ctx = opening(common, &model, session.ram);
+        let dataset = trained.open(Samples::Unlabelled(&inputs), &ctx)?;
+        session.held_bytes = ctx.large_images.extra_bytes();
         let mut rows = self.with_inputs.then(|| table_rows(&model, &inputs)).transpose()?;
         let names = rows.as_ref().map(|rows| rows.names.clone());
         let mut next = || rows.as_mut().map_or(Ok(None), TableRows::next_row);

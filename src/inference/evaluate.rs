@@ -16,7 +16,7 @@ use crate::train::datasets::tables;
 use crate::train::validation_metrics::{score_error, target_bytes, target_rows};
 
 /// Memory for scores; more go to a temporary file.
-const SCORE_BYTES: usize = 64 << 20;
+const SCORE_BYTES: u64 = 64 << 20;
 
 pub struct Evaluation {
     pub samples: u64,
@@ -34,7 +34,14 @@ pub fn evaluate(
 ) -> Result<Evaluation, Failure> {
     let target = dataset.features().target.clone();
     let output = if target == TargetSpec::Tokens { PassOutput::Metrics } else { PassOutput::Logits };
-    let session = Session::load(model, dataset.as_ref(), output, options)?;
+    let features = Features { target: target.clone(), ..dataset.features().clone() };
+    let memory = ScoreMemory::Bytes(SCORE_BYTES.min(options.ram / 16) as usize);
+    let sums_bytes = match output {
+        PassOutput::Metrics => 0,
+        PassOutput::Logits => TaskSums::bytes(&features, dataset.len(), memory),
+    };
+    let options = SessionOptions { held_bytes: options.held_bytes + sums_bytes, ..options.clone() };
+    let session = Session::load(model, dataset.as_ref(), output, &options)?;
     let (mut done, mut skipped, views) = (0, 0, dataset.views());
     let mut view_mean = ViewMean::new(views, &target);
     let mut each = |visit: &mut dyn FnMut(&HostBatch) -> Result<(), Failure>| {
@@ -47,8 +54,7 @@ pub fn evaluate(
         })
     };
     let scales = target_scales(model, target_len(&target));
-    let features = Features { target: target.clone(), ..dataset.features().clone() };
-    let metrics = match TaskSums::new(&features, scales, dataset.len(), ScoreMemory::Bytes(SCORE_BYTES)) {
+    let metrics = match TaskSums::new(&features, scales, dataset.len(), memory) {
         Some(mut sums) => {
             each(&mut |batch| {
                 let (outputs, targets, rows) = (session.logits(batch)?, target_rows(batch), batch.ids.len());

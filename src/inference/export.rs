@@ -403,9 +403,9 @@ fn write_safetensors(
         .iter()
         .map(|mapping| TensorHeader { name: &mapping.target, shape: &mapping.shape })
         .collect();
-    let mut weights = WeightFiles::open(source.weights, source.statistics)?;
+    let weights = WeightFiles::open(source.weights, source.statistics)?;
     let mut values = |index: usize| {
-        let values = mappings[index].read(&mut weights)?;
+        let values = mappings[index].read(&weights)?;
         progress.tensor_written(&mappings[index].target, bytes(&mappings[index]));
         Ok(values)
     };

@@ -48,6 +48,8 @@ pub struct SessionOptions {
     pub reference: bool,
     /// Samples per micro-batch at most.
     pub max_micro_batch: usize,
+    /// Host bytes that a command holds besides: the scores of an evaluation, the largest image.
+    pub held_bytes: u64,
 }
 
 /// What a session computes per micro-batch.
@@ -199,7 +201,8 @@ impl Session {
             loader_threads: workers,
         };
         let process = ProcessMemory::measure(stacks, 0);
-        let of = |batch| parts.plan(&features, batch, output, dataset.resident_bytes(), process, workers);
+        let resident_data = dataset.resident_bytes() + options.held_bytes;
+        let of = |batch| parts.plan(&features, batch, output, resident_data, process, workers);
         let vram = options.gpu.as_ref().map_or(0, |gpu| gpu.limit);
         let fits = |plan: &SessionPlan| plan.ram_bytes <= options.ram && plan.vram_bytes <= vram;
         let most = options.max_micro_batch.min(dataset.len().try_into().unwrap_or(usize::MAX)).max(1);

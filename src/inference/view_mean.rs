@@ -1,4 +1,4 @@
-//! Averages the predictions of the views of a sample: probabilities of classes, values of a regression.
+//! Averages the predictions of the views of a sample: probabilities of classes or labels, values of a regression.
 
 use crate::base::features::TargetSpec;
 use crate::metrics::softmax;
@@ -6,7 +6,7 @@ use crate::metrics::softmax;
 /// Takes the outputs of the views one after the other, and gives those of the sample.
 pub struct ViewMean {
     views: u64,
-    of_classes: bool,
+    averaged: Averaged,
     /// The sample whose views are summed, and how many of them.
     sample: u64,
     count: u64,
@@ -15,15 +15,52 @@ pub struct ViewMean {
     mean: Vec<f32>,
 }
 
+/// What the outputs of a network are averaged as.
+#[derive(Clone, Copy)]
+enum Averaged {
+    /// Probabilities that sum to 1, by softmax.
+    Classes,
+    /// A probability per label, by the logistic function.
+    Labels,
+    Values,
+}
+
+impl Averaged {
+    fn from_outputs(self, outputs: &[f32], into: &mut Vec<f64>) {
+        if let Self::Classes = self {
+            return softmax(outputs, into);
+        }
+        into.clear();
+        into.extend(outputs.iter().map(|value| match self {
+            Self::Labels => 1.0 / (1.0 + f64::exp(-f64::from(*value))),
+            _ => f64::from(*value),
+        }));
+    }
+
+    fn to_output(self, mean: f64) -> f32 {
+        // A probability that underflowed keeps a finite logarithm.
+        let log = |p: f64| p.max(f64::MIN_POSITIVE).ln();
+        match self {
+            Self::Classes => log(mean) as f32,
+            Self::Labels => (log(mean) - log(1.0 - mean)) as f32,
+            Self::Values => mean as f32,
+        }
+    }
+}
+
 impl ViewMean {
     pub fn new(views: u64, target: &TargetSpec) -> Self {
-        let of_classes = matches!(target, TargetSpec::Class { .. } | TargetSpec::MixedClass { .. });
+        let averaged = match target {
+            TargetSpec::Class { .. } | TargetSpec::MixedClass { .. } => Averaged::Classes,
+            TargetSpec::MultiLabel { .. } => Averaged::Labels,
+            TargetSpec::Values { .. } | TargetSpec::Tokens => Averaged::Values,
+        };
         let (sums, scratch, mean) = Default::default();
-        Self { views, of_classes, sample: 0, count: 0, sums, scratch, mean }
+        Self { views, averaged, sample: 0, count: 0, sums, scratch, mean }
     }
 
     /// Adds the outputs of sample `id` of the dataset, which is a view. Returns the outputs of the sample after the
-    /// last of its views: logits whose softmax is the mean of the probabilities.
+    /// last of its views: logits whose probabilities are the means of those of the views.
     pub fn push<'a>(&'a mut self, id: u64, outputs: &'a [f32]) -> Option<&'a [f32]> {
         if self.views == 1 {
             return Some(outputs);
@@ -34,13 +71,7 @@ impl ViewMean {
             self.sums.clear();
             self.sums.resize(outputs.len(), 0.0);
         }
-        match self.of_classes {
-            true => softmax(outputs, &mut self.scratch),
-            false => {
-                self.scratch.clear();
-                self.scratch.extend(outputs.iter().map(|value| f64::from(*value)));
-            }
-        }
+        self.averaged.from_outputs(outputs, &mut self.scratch);
         self.sums.iter_mut().zip(&self.scratch).for_each(|(sum, value)| *sum += value);
         self.count += 1;
         if self.count < self.views {
@@ -48,10 +79,8 @@ impl ViewMean {
         }
         self.count = 0;
         let means = self.sums.iter().map(|sum| sum / self.views as f64);
-        // A probability that underflowed keeps a finite logarithm.
-        let output = |mean: f64| if self.of_classes { mean.max(f64::MIN_POSITIVE).ln() } else { mean } as f32;
         self.mean.clear();
-        self.mean.extend(means.map(output));
+        self.mean.extend(means.map(|mean| self.averaged.to_output(mean)));
         Some(&self.mean)
     }
 }
@@ -77,6 +106,17 @@ mod tests {
         assert_eq!(mean.push(8, &[9.0, 9.0]), None);
         assert_eq!(mean.push(10, &outputs[0]), None);
         assert_eq!(mean.push(11, &outputs[1]).unwrap(), merged);
+    }
+
+    #[test]
+    fn the_probability_of_each_label_is_averaged() {
+        let names = vec!["a".into(), "b".into()];
+        let mut mean = ViewMean::new(2, &TargetSpec::MultiLabel { names });
+        assert_eq!(mean.push(0, &[0.0, 200.0]), None);
+        let merged = mean.push(1, &[4.0, 200.0]).unwrap();
+        let p = |logit: f32| 1.0 / (1.0 + (-logit).exp());
+        assert!((p(merged[0]) - (0.5 + p(4.0)) / 2.0).abs() < 1e-6, "{merged:?}");
+        assert!(p(merged[1]) == 1.0 && merged[1].is_finite(), "{merged:?}");
     }
 
     #[test]

@@ -24,7 +24,7 @@ pub mod signals;
 pub mod staging;
 pub mod supervisor;
 pub mod tensor_files;
-mod tensor_reader;
+pub mod tensor_reader;
 pub mod validation_metrics;
 pub mod verify;
 

@@ -6,7 +6,6 @@ use std::path::{Path, PathBuf};
 
 use candle_core::{DType, Tensor};
 use half::{bf16, f16};
-use safetensors::SafeTensors;
 use safetensors::tensor::{Dtype, Metadata, TensorInfo};
 
 use super::Failure;
@@ -17,6 +16,7 @@ use crate::kernels::update::cast_into;
 use crate::params::{MemoryFormat, TensorSpec};
 
 const CHUNK_BYTES: usize = 256 << 10;
+const MAX_HEADER_BYTES: u64 = 100 << 20;
 
 /// An open safetensors file whose header was read.
 pub struct TensorReader {
@@ -30,14 +30,27 @@ pub struct TensorReader {
 impl TensorReader {
     /// Opens a file. One that is not a safetensors file, or is cut short, is [`io::ErrorKind::InvalidData`].
     pub fn open(path: &Path) -> io::Result<Self> {
-        let file = regular_file::open(path)?;
-        // SAFETY: mapped only while the header is read. If another program truncates the file meanwhile, the access
-        // raises SIGBUS and ends the process, as for any reader of mapped files.
-        let map = unsafe { memmap2::Mmap::map(&file) }?;
-        let (header_bytes, metadata) = SafeTensors::read_metadata(&map).map_err(|error| {
-            io::Error::new(io::ErrorKind::InvalidData, format!("is not a safetensors file: {error}"))
-        })?;
-        let data_start = (size_of::<u64>() + header_bytes) as u64;
+        let mut file = regular_file::open(path)?;
+        let refused = |reason: String| {
+            io::Error::new(io::ErrorKind::InvalidData, format!("is not a safetensors file: {reason}"))
+        };
+        let file_bytes = file.metadata()?.len();
+        let mut length = [0; size_of::<u64>()];
+        file.read_exact(&mut length).map_err(|_| refused("it has no header".into()))?;
+        let header_bytes = u64::from_le_bytes(length);
+        if header_bytes > MAX_HEADER_BYTES.min(file_bytes) {
+            return Err(refused(format!("its header would have {header_bytes} bytes")));
+        }
+        let mut header = vec![0; header_bytes as usize];
+        file.read_exact(&mut header).map_err(|_| refused("its header is cut short".into()))?;
+        // Also checks that the tensors lie one after another and have the bytes of their shapes.
+        let metadata: Metadata =
+            serde_json::from_slice(&header).map_err(|error| refused(error.to_string()))?;
+        let data_start = length.len() as u64 + header_bytes;
+        let expected_bytes = data_start + metadata.data_len() as u64;
+        if expected_bytes != file_bytes {
+            return Err(refused(format!("it has {file_bytes} bytes, and its tensors need {expected_bytes}")));
+        }
         Ok(Self { path: path.to_owned(), file, data_start, metadata })
     }
 
@@ -92,6 +105,7 @@ impl TensorReader {
         let mut decoded = Vec::new();
         let mut permuted = Vec::new();
         self.for_each_chunk(info, values, unit, |start, bytes| {
+            decoded.clear();
             decode(info.dtype, bytes, &mut decoded);
             let values = match spec.memory_format {
                 MemoryFormat::Contiguous => &decoded,
@@ -117,6 +131,7 @@ impl TensorReader {
                 host::write(&to.narrow(0, start, bytes.len())?, |to: &mut [u8]| to.copy_from_slice(bytes))
             }
             _ => {
+                decoded.clear();
                 decode(dtype, bytes, &mut decoded);
                 write_f32(&to.narrow(0, start, decoded.len())?, &decoded)
             }
@@ -135,25 +150,42 @@ impl TensorReader {
         let size = info.dtype.bitsize() / 8;
         let chunk = (CHUNK_BYTES / size / unit).max(1) * unit;
         let mut bytes = vec![0; chunk.min(values) * size];
-        let mut file = &self.file;
-        let failed = || Failure::io("read", &self.path);
-        file.seek(SeekFrom::Start(self.data_start + info.data_offsets.0 as u64)).map_err(failed())?;
         for start in (0..values).step_by(chunk) {
             let bytes = &mut bytes[..chunk.min(values - start) * size];
-            file.read_exact(bytes).map_err(failed())?;
+            self.read_bytes(info, start * size, bytes).map_err(Failure::io("read", &self.path))?;
             each(start, bytes)?;
         }
         Ok(())
     }
+
+    /// All values of a tensor of a float type.
+    pub fn values(&self, info: &TensorInfo) -> io::Result<Vec<f32>> {
+        let len = info.shape.iter().product();
+        let (mut values, mut bytes) = (Vec::with_capacity(len), vec![0; CHUNK_BYTES]);
+        let tensor_bytes = info.data_offsets.1 - info.data_offsets.0;
+        for start in (0..tensor_bytes).step_by(CHUNK_BYTES) {
+            let bytes = &mut bytes[..CHUNK_BYTES.min(tensor_bytes - start)];
+            self.read_bytes(info, start, bytes)?;
+            decode(info.dtype, bytes, &mut values);
+        }
+        Ok(values)
+    }
+
+    /// Reads the bytes of a tensor from `offset` on.
+    fn read_bytes(&self, info: &TensorInfo, offset: usize, into: &mut [u8]) -> io::Result<()> {
+        let mut file = &self.file;
+        file.seek(SeekFrom::Start(self.data_start + (info.data_offsets.0 + offset) as u64))?;
+        file.read_exact(into)
+    }
 }
 
-/// Whether [`TensorReader::read_param`] reads tensors of this type.
+/// Whether a tensor of this type can be read as f32.
 pub fn is_float(dtype: Dtype) -> bool {
     matches!(dtype, Dtype::F16 | Dtype::BF16 | Dtype::F32 | Dtype::F64)
 }
 
+/// Appends the values of these bytes.
 fn decode(dtype: Dtype, bytes: &[u8], into: &mut Vec<f32>) {
-    into.clear();
     match dtype {
         Dtype::F16 => into.extend(bytes.as_chunks().0.iter().map(|b| f16::from_le_bytes(*b).to_f32())),
         Dtype::BF16 => into.extend(bytes.as_chunks().0.iter().map(|b| bf16::from_le_bytes(*b).to_f32())),

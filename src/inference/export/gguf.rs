@@ -54,9 +54,9 @@ pub(super) fn write(
     notes.extend(note);
     progress.started(entries.iter().map(TensorEntry::bytes).sum());
     let mut writer = GgufWriter::start(folder.file(FILE)?, &metadata, &entries)?;
-    let mut weights = WeightFiles::open(source.weights, source.statistics)?;
+    let weights = WeightFiles::open(source.weights, source.statistics)?;
     for (mapping, entry) in mappings.iter().zip(&entries) {
-        let values = mapping.read(&mut weights)?;
+        let values = mapping.read(&weights)?;
         if entry.dtype == GgmlDType::F16 {
             check_f16(&mapping.param, &values)?;
         }

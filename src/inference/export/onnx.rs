@@ -51,8 +51,8 @@ pub(super) fn write(
     progress: &mut dyn ExportProgress,
 ) -> Result<Vec<String>, ExportError> {
     let (head, weights) = head(source, built, dtype)?;
-    let mut files = WeightFiles::open(source.weights, source.statistics)?;
-    file::write(head, &weights, &mut files, dtype, file::MAX_MESSAGE_BYTES, folder, progress)?;
+    let files = WeightFiles::open(source.weights, source.statistics)?;
+    file::write(head, &weights, &files, dtype, file::MAX_MESSAGE_BYTES, folder, progress)?;
     Ok(Vec::new())
 }
 

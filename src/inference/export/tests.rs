@@ -1,6 +1,6 @@
 //! Exports of every kind of model with random weights. What is read back equals what was exported; the files
 //! themselves are compared with other tools by `scripts/export-interop.py`, which reads what
-//! `writes_what_other_tools_compare` leaves in `TRAINER_EXPORT_DIR`.
+//! `writes_what_other_tools_compare` leaves in `TRAINER_EXPORT_DIR`. What they gave is in `tests/data/export-golden.json`.
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
@@ -225,23 +225,59 @@ impl Case {
             _ => Tensor::from_vec(floats, dims, &Device::Cpu).unwrap(),
         };
         let lengths = (self.samples == Samples::Text).then(|| vec![24, 9, 17]);
-        let built = models::build(&self.model, &self.features).unwrap();
-        let (network, context) = (built.network, TestContext::with_layout(built.layout, DType::F32, BATCH));
+        let logits = self.forward(&self.weights(), &self.features, &inputs, lengths.as_deref());
+        (inputs, lengths, logits)
+    }
+
+    /// The logits of a batch, by a file of weights.
+    fn forward(
+        &self,
+        weights: &Path,
+        features: &Features,
+        inputs: &Tensor,
+        lengths: Option<&[u32]>,
+    ) -> Tensor {
+        let built = models::build(&self.model, features).unwrap();
+        let batch = inputs.dim(0).unwrap();
+        let (network, context) = (built.network, TestContext::with_layout(built.layout, DType::F32, batch));
         let store = &context.store;
-        load_views(&self.weights(), &store.layout.params, store.weight_views()).unwrap();
-        load_views(&self.weights(), &store.layout.stats, store.stat_views()).unwrap();
+        load_views(weights, &store.layout.params, store.weight_views()).unwrap();
+        load_views(weights, &store.layout.stats, store.stat_views()).unwrap();
         let mut pass = context.pass(Mode::Eval);
-        pass.lengths = lengths.as_deref();
+        pass.lengths = lengths;
         let ledger = Ledger::planning();
         let exec = Executor {
             pass: Some(pass),
-            spec: test_spec(BATCH, DType::F32),
+            spec: test_spec(batch, DType::F32),
             ledger: &ledger,
             recompute_blocks: 0,
             offload: None,
         };
-        let logits = network.logits(&exec, Some(&inputs)).unwrap().unwrap();
-        (inputs, lengths, logits)
+        network.logits(&exec, Some(inputs)).unwrap().unwrap()
+    }
+
+    /// The ids that follow `prompt` at temperature 0, without the id `never`; and, for each, how much better it was than
+    /// the second best, relative to the largest logit.
+    fn greedy(&self, weights: &Path, prompt: &[u32], tokens: usize, never: usize) -> Vec<(u32, f32)> {
+        let vocab = LETTERS.chars().count();
+        let length = prompt.len() + tokens;
+        let features = Features::new(InputSpec::Tokens { length, vocab }, TargetSpec::Tokens);
+        let mut ids = prompt.to_vec();
+        let mut found = Vec::new();
+        for at in prompt.len()..length {
+            // A position sees only those before it.
+            let padded: Vec<u32> = ids.iter().copied().chain(std::iter::repeat(0)).take(length).collect();
+            let inputs = Tensor::from_vec(padded, (1, length), &Device::Cpu).unwrap();
+            let logits = self.forward(weights, &features, &inputs, None);
+            let logits: Vec<f32> = logits.flatten_all().unwrap().to_vec1().unwrap();
+            let row = &logits[(at - 1) * vocab..at * vocab];
+            let largest = row.iter().fold(0f32, |most, v| most.max(v.abs()));
+            let mut ranked: Vec<usize> = (0..vocab).filter(|&id| id != never).collect();
+            ranked.sort_by(|&a, &b| row[b].total_cmp(&row[a]));
+            ids.push(ranked[0] as u32);
+            found.push((ranked[0] as u32, (row[ranked[0]] - row[ranked[1]]) / largest));
+        }
+        found
     }
 
     fn original(&self) -> BTreeMap<String, Vec<f32>> {
@@ -398,5 +434,76 @@ fn writes_what_other_tools_compare() {
             "logits_shape": logits.dims(), "logits": list(&logits),
         });
         std::fs::write(case.folder.join("expected.json"), expected.to_string()).unwrap();
+    }
+}
+
+/// What other tools computed from exports: `scripts/export-interop.py --golden` writes it.
+#[derive(serde::Deserialize)]
+struct Golden {
+    /// CRC-32 of each file that the tool read.
+    files: BTreeMap<String, u32>,
+    /// In f32, of the last position for a language model.
+    #[serde(default)]
+    logits: Vec<f32>,
+    /// How llama.cpp continues a prompt, without the end of the text.
+    #[serde(default)]
+    prompt: Vec<u32>,
+    #[serde(default)]
+    tokens: Vec<u32>,
+    #[serde(default)]
+    end: usize,
+}
+
+/// The files are still those that the tools read, and the logits and tokens are ours.
+#[test]
+fn other_tools_compute_what_we_compute() {
+    let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/export-golden.json");
+    let golden: BTreeMap<String, BTreeMap<String, Golden>> =
+        serde_json::from_str(&std::fs::read_to_string(file).unwrap()).unwrap();
+    let root = tempfile::tempdir().unwrap();
+    for case in CASES {
+        let case = Case::new(case, root.path());
+        let Some(formats) = golden.get(case.name) else {
+            assert!(case.model.kind() == "mlp", "no other tool has read {}", case.name);
+            continue;
+        };
+        let logits = case.logits().2;
+        let width = logits.dims()[logits.rank() - 1];
+        let logits: Vec<f32> = logits.flatten_all().unwrap().to_vec1().unwrap();
+        let rows_per_sample = logits.len() / width / BATCH;
+        let last: Vec<f32> = logits
+            .chunks(width)
+            .skip(rows_per_sample - 1)
+            .step_by(rows_per_sample)
+            .flatten()
+            .copied()
+            .collect();
+        let largest = logits.iter().fold(0f32, |most, v| most.max(v.abs()));
+        for (form, golden) in formats {
+            let (format, dtype) = match form.as_str() {
+                "hf" => (ExportFormat::Hf, WeightDtype::F32),
+                "onnx" => (ExportFormat::Onnx, WeightDtype::F32),
+                _ => (ExportFormat::Gguf, WeightDtype::F16),
+            };
+            let options = case.options(format, Some(dtype), None);
+            case.export(&options).unwrap();
+            for (file, expected) in &golden.files {
+                let mut crc = flate2::Crc::new();
+                crc.update(&std::fs::read(options.folder.join(file)).unwrap());
+                assert_eq!(crc.sum(), *expected, "{} {form}: {file} is another", case.name);
+            }
+            if form == "gguf" {
+                let weights = options.folder.with_added_extension("safetensors");
+                let ours = case.greedy(&weights, &golden.prompt, golden.tokens.len(), golden.end);
+                let pairs = || ours.iter().zip(&golden.tokens);
+                let same = pairs().take_while(|((id, _), theirs)| id == *theirs).count();
+                let tie = ours.get(same).is_some_and(|(_, gap)| *gap < 1e-3);
+                assert!(same == golden.tokens.len() || tie, "{}: {same} of the tokens", case.name);
+            } else {
+                assert_eq!(last.len(), golden.logits.len(), "{} {form}", case.name);
+                let close = |(a, b): (&f32, &f32)| (a - b).abs() <= 1e-4 * largest;
+                assert!(last.iter().zip(&golden.logits).all(close), "{} {form}", case.name);
+            }
+        }
     }
 }

@@ -1,86 +1,42 @@
 //! The weights of a checkpoint, read one tensor at a time, and what becomes of each in an exported file.
 
-use std::collections::BTreeMap;
-use std::fs::File;
-use std::io::{Read, Seek, SeekFrom};
+use std::io;
 use std::ops::Range;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use half::{bf16, f16};
-use safetensors::Dtype;
-use safetensors::tensor::TensorInfo;
 
 use super::error::ExportError;
-use crate::base::regular_file;
 use crate::params::{ParamLayout, TensorSpec};
+use crate::train::tensor_reader::{TensorReader, is_float};
 
-/// Largest header of a safetensors file: the limit of the reference implementation.
-const MAX_HEADER_BYTES: u64 = 100_000_000;
-
-/// A safetensors file whose tensors are read by position, so that one of them is in memory at a time.
-pub(super) struct TensorFile {
-    path: PathBuf,
-    file: File,
-    /// Offset of the first tensor.
-    data_start: u64,
-    tensors: BTreeMap<String, TensorInfo>,
-}
+/// A safetensors file of which one tensor at a time is in memory.
+pub(super) struct TensorFile(TensorReader);
 
 impl TensorFile {
     pub(super) fn open(path: &Path) -> Result<Self, ExportError> {
-        let wrong = |reason: String| ExportError::Weights { path: path.to_owned(), reason };
-        let mut file = regular_file::open(path).map_err(ExportError::io("open", path))?;
-        let length = file.metadata().map_err(ExportError::io("read", path))?.len();
-        let mut size = [0; 8];
-        file.read_exact(&mut size).map_err(ExportError::io("read", path))?;
-        let header_bytes = u64::from_le_bytes(size);
-        if header_bytes > MAX_HEADER_BYTES || header_bytes > length {
-            return Err(wrong(format!("its header claims {header_bytes} bytes")));
-        }
-        let mut header = vec![0; header_bytes as usize];
-        file.read_exact(&mut header).map_err(ExportError::io("read", path))?;
-        let mut header: serde_json::Map<String, serde_json::Value> =
-            serde_json::from_slice(&header).map_err(|error| wrong(error.to_string()))?;
-        header.remove("__metadata__");
-        let data_start = 8 + header_bytes;
-        let mut tensors = BTreeMap::new();
-        for (name, value) in header {
-            let info: TensorInfo = serde_json::from_value(value).map_err(|error| wrong(error.to_string()))?;
-            let (start, end) = info.data_offsets;
-            let bytes = info.shape.iter().product::<usize>() * info.dtype.bitsize() / 8;
-            if end < start || end - start != bytes || end as u64 > length - data_start {
-                return Err(wrong(format!("`{name}` is truncated")));
+        TensorReader::open(path).map(Self).map_err(|error| match error.kind() {
+            io::ErrorKind::InvalidData => {
+                ExportError::Weights { path: path.to_owned(), reason: error.to_string() }
             }
-            tensors.insert(name, info);
-        }
-        Ok(Self { path: path.to_owned(), file, data_start, tensors })
+            _ => ExportError::io("open", path)(error),
+        })
     }
 
     /// The values of a tensor of any float type, after a check of its shape.
-    pub(super) fn read(&mut self, name: &str, shape: &[usize]) -> Result<Vec<f32>, ExportError> {
-        let wrong = |path: &Path, reason| ExportError::Weights { path: path.to_owned(), reason };
-        let Some(info) = self.tensors.get(name) else {
-            return Err(wrong(&self.path, format!("it has no `{name}`")));
-        };
-        if info.shape != shape {
-            return Err(wrong(
-                &self.path,
-                format!("`{name}` has shape {:?} there and {shape:?} in the model", info.shape),
-            ));
+    pub(super) fn read(&self, name: &str, shape: &[usize]) -> Result<Vec<f32>, ExportError> {
+        let path = self.0.path();
+        let wrong = |reason: String| Err(ExportError::Weights { path: path.to_owned(), reason });
+        match self.0.info(name) {
+            None => wrong(format!("it has no `{name}`")),
+            Some(info) if info.shape != shape => {
+                wrong(format!("`{name}` has shape {:?} there and {shape:?} in the model", info.shape))
+            }
+            Some(info) if !is_float(info.dtype) => {
+                wrong(format!("`{name}` is {}, not a float type", info.dtype))
+            }
+            Some(info) => self.0.values(info).map_err(ExportError::io("read", path)),
         }
-        let dtype = match info.dtype {
-            Dtype::F32 => WeightDtype::F32,
-            Dtype::F16 => WeightDtype::F16,
-            Dtype::BF16 => WeightDtype::Bf16,
-            other => return Err(wrong(&self.path, format!("`{name}` is {other}, not a float type"))),
-        };
-        let (start, end) = info.data_offsets;
-        let mut bytes = vec![0; end - start];
-        self.file
-            .seek(SeekFrom::Start(self.data_start + start as u64))
-            .and_then(|_| self.file.read_exact(&mut bytes))
-            .map_err(ExportError::io("read", &self.path))?;
-        Ok(dtype.decode(&bytes))
     }
 }
 
@@ -99,9 +55,9 @@ impl WeightFiles {
         })
     }
 
-    fn read(&mut self, name: &str, shape: &[usize]) -> Result<Vec<f32>, ExportError> {
-        match &mut self.statistics {
-            Some(statistics) if !self.weights.tensors.contains_key(name) => statistics.read(name, shape),
+    fn read(&self, name: &str, shape: &[usize]) -> Result<Vec<f32>, ExportError> {
+        match &self.statistics {
+            Some(statistics) if self.weights.0.info(name).is_none() => statistics.read(name, shape),
             _ => self.weights.read(name, shape),
         }
     }
@@ -205,7 +161,7 @@ impl TensorMapping {
     }
 
     /// The values of the exported tensor.
-    pub(super) fn read(&self, weights: &mut WeightFiles) -> Result<Vec<f32>, ExportError> {
+    pub(super) fn read(&self, weights: &WeightFiles) -> Result<Vec<f32>, ExportError> {
         let values = weights.read(&self.param, &self.param_shape)?;
         Ok(match &self.transform {
             Transform::Copy => values,
@@ -302,16 +258,16 @@ mod tests {
             .unwrap()
             .save_safetensors("w", &path)
             .unwrap();
-        let mut file = WeightFiles::open(&path, &path).unwrap();
+        let file = WeightFiles::open(&path, &path).unwrap();
         for transform in [Transform::Copy, Transform::Transpose, Transform::InterleaveHalves { heads: 2 }] {
             let mapping = TensorMapping::new("t", &spec(&[8, 6]), transform.clone());
-            let exported = mapping.read(&mut file).unwrap();
+            let exported = mapping.read(&file).unwrap();
             assert_eq!(exported != values, transform != Transform::Copy);
             assert_eq!(mapping.restore(exported), values, "{transform:?}");
         }
         let parts = [0..2, 2..8].map(|rows| TensorMapping::new("t", &spec(&[8, 6]), Transform::Rows(rows)));
         assert_eq!(by_param(&parts).count(), 1);
-        assert_eq!(restore(&parts, |part| part.read(&mut file)).unwrap(), values);
+        assert_eq!(restore(&parts, |part| part.read(&file)).unwrap(), values);
     }
 
     #[test]
@@ -338,6 +294,6 @@ mod tests {
         let bytes = std::fs::read(&path).unwrap();
         std::fs::write(&path, &bytes[..bytes.len() - 4]).unwrap();
         let error = TensorFile::open(&path).err().unwrap().to_string();
-        assert!(error.ends_with("`w` is truncated"), "{error}");
+        assert!(error.contains("its tensors need"), "{error}");
     }
 }

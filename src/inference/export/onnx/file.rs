@@ -59,7 +59,7 @@ fn length_prefix(field: u64, length: u64) -> Vec<u8> {
 pub(super) fn write(
     head: ModelHead,
     weights: &[TensorMapping],
-    files: &mut WeightFiles,
+    files: &WeightFiles,
     dtype: WeightDtype,
     inline_limit: u64,
     folder: &ExportFolder,
@@ -87,7 +87,7 @@ pub(super) fn write(
     let initializers: u64 =
         prefixes.iter().map(|(_, length)| 1 + encoded_len_varint(*length) as u64 + length).sum();
     let graph_bytes = graph.len() as u64 + initializers;
-    let mut encoded = |mapping: &TensorMapping| dtype.encode(&mapping.param, &mapping.read(files)?);
+    let encoded = |mapping: &TensorMapping| dtype.encode(&mapping.param, &mapping.read(files)?);
     let mut file = folder.file(MODEL)?;
     if model.len() as u64 + graph_bytes + 16 <= inline_limit {
         file.write(&model)?;
@@ -312,9 +312,8 @@ mod tests {
             let head = ModelHead { model: Model::default(), graph: Graph::default() };
             let folder = ExportFolder::create(&target, true).unwrap();
             let weights = std::slice::from_ref(&mapping);
-            let mut files = WeightFiles::open(&source, &source).unwrap();
-            write(head, weights, &mut files, WeightDtype::F32, limit, &folder, &mut NoExportProgress)
-                .unwrap();
+            let files = WeightFiles::open(&source, &source).unwrap();
+            write(head, weights, &files, WeightDtype::F32, limit, &folder, &mut NoExportProgress).unwrap();
             folder.commit().unwrap();
             assert_eq!(target.join(EXTERNAL_DATA).exists(), external);
             let parsed = Model::decode(std::fs::read(target.join(MODEL)).unwrap().as_slice()).unwrap();
