@@ -34,6 +34,7 @@ impl RunView<'_> {
                 trained_parameters,
                 train_samples,
                 valid_samples,
+                test_samples,
                 total_steps,
                 seed,
                 ..
@@ -43,14 +44,21 @@ impl RunView<'_> {
                 let (parameters, steps) =
                     (plan::parameter_counts(*parameters, trained), counted(*total_steps, "step"));
                 let threads = counted(*threads as u64, "thread");
-                let (train, valid) =
-                    (format_count(*train_samples), counted(*valid_samples, "validation sample"));
+                let (train, valid) = (format_count(*train_samples), *valid_samples);
+                let sets = match test_samples {
+                    None => format!("{train} training and {}", counted(valid, "validation sample")),
+                    Some(test) => format!(
+                        "{train} training, {} validation and {}",
+                        format_count(valid),
+                        counted(*test, "test sample")
+                    ),
+                };
                 vec![
                     format!(
                         "{} {name}  {parameters}  {device}, {threads}  seed {seed}",
                         paint.bold(&label("run"))
                     ),
-                    format!("       {train} training and {valid}  {steps}, {epochs}"),
+                    format!("       {sets}  {steps}, {epochs}"),
                     format!("       {run}"),
                 ]
             }

@@ -5,7 +5,7 @@ use std::io::{self, Cursor};
 
 use tiff::ColorType;
 use tiff::decoder::{Decoder as TiffDecoder, DecodingResult, Limits};
-use zune_bmp::BmpDecoder;
+use zune_bmp::{BmpDecoder, BmpDecoderErrors};
 use zune_core::bytestream::ZCursor;
 
 #[cfg(feature = "avif")]
@@ -76,12 +76,16 @@ impl MoreFormat {
             Self::Gif => decode_gif(file, size, pixels),
             Self::Bmp => {
                 let mut decoder = BmpDecoder::new(ZCursor::new(file));
-                // This decoder has its messages in `Debug`.
-                decoder.decode_headers().map_err(|error| damaged(self, &format!("{error:?}")))?;
+                // This decoder has its messages in `Debug`, all but one.
+                let wrong = |error: BmpDecoderErrors| match error {
+                    BmpDecoderErrors::IoErrors(_) => damaged(self, &"it is cut short"),
+                    error => damaged(self, &format!("{error:?}").trim_end()),
+                };
+                decoder.decode_headers().map_err(wrong)?;
                 let bytes = decoder.output_buf_size().ok_or("its header has no size")?;
                 let channels = decoder.colorspace().ok_or("its header has no colour space")?.num_components();
                 clear_to(pixels, bytes);
-                decoder.decode_into(pixels).map_err(|error| damaged(self, &format!("{error:?}")))?;
+                decoder.decode_into(pixels).map_err(wrong)?;
                 Ok(channels)
             }
             Self::Tiff => decode_tiff(file, size, pixels),

@@ -85,7 +85,7 @@ pub struct JsonlConfig {
     /// Which tokens of a chat contribute to the loss.
     #[serde(default)]
     pub loss: ChatLoss,
-    /// The field with the class of a text, for a classifier.
+    /// The field with the class of a text, for a classifier. A field that holds lists has any number of labels per text.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub label: Option<String>,
     /// How samples of `train` are assigned to the validation and the test set; packed records always by position.

@@ -133,9 +133,10 @@ impl TrainedOn<'_> {
                 let sets = match &job.data.source {
                     SourceConfig::Jsonl(s) => {
                         let (loading, context) = (&job.data.loader, super::context(&job)?);
-                        let classes = (self.class_names(), matches!(samples, Samples::Unlabelled(_)));
+                        let target = Some(&self.preprocessing.features.target);
+                        let target = (target, matches!(samples, Samples::Unlabelled(_)));
                         let split = split_settings(&job.data.source, &s.files);
-                        language::jsonl_of_classes(s, split, loading, context, classes, opening)?
+                        language::jsonl_with_target(s, split, loading, context, target, opening)?
                     }
                     _ => Datasets::open(&job, opening)?,
                 };
@@ -189,10 +190,6 @@ impl TrainedOn<'_> {
             folder: PathBuf::new(),
             problem: "it does not say how its table is encoded".into(),
         })
-    }
-
-    fn class_names(&self) -> &[String] {
-        self.preprocessing.features.target.names()
     }
 
     /// The job with the tokenizer of the checkpoint, on these files.

@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 
 use super::super::setup::bad_record_policy;
 use super::{Datasets, Failure};
+use crate::base::features::TargetSpec;
 use crate::base::regular_file;
 use crate::data::fingerprint::FingerprintInput;
 use crate::data::language::token_storage::TokenWidth;
@@ -68,17 +69,16 @@ pub(super) fn jsonl(
     context: usize,
     opening: &DatasetContext,
 ) -> Result<Datasets, Failure> {
-    jsonl_of_classes(s, split, loading, context, (&[], false), opening)
+    jsonl_with_target(s, split, loading, context, (None, false), opening)
 }
 
-/// As [`jsonl`], with the classes of a trained model, those of the training files if empty; and whether the records have
-/// no labels.
-pub(super) fn jsonl_of_classes(
+/// As [`jsonl`], with the target of a trained model, if there is one; and whether the records have no labels.
+pub(super) fn jsonl_with_target(
     s: &job::JsonlConfig,
     split: SplitSettings,
     loading: &job::LoaderConfig,
     context: usize,
-    (classes, unlabelled): (&[String], bool),
+    (target, unlabelled): (Option<&TargetSpec>, bool),
     opening: &DatasetContext,
 ) -> Result<Datasets, Failure> {
     let list = |default: &str| {
@@ -112,7 +112,7 @@ pub(super) fn jsonl_of_classes(
         field: s.field.clone(),
         chat: chat.transpose()?,
         label: s.label.clone(),
-        classes: classes.to_vec(),
+        target: target.cloned(),
         unlabelled,
         pack: s.pack,
         buckets: s.buckets.clone(),

@@ -1,4 +1,4 @@
-//! JSON Lines datasets: texts or chats for language modeling, or texts with a class label.
+//! JSON Lines datasets: texts or chats for language modeling, or texts with a class or with any number of labels.
 //!
 //! Records are tokenized once into the cache. A sample is one padded record or, with packing, a window over the
 //! concatenation of all records.
@@ -53,10 +53,10 @@ pub struct JsonlSettings {
     /// Field that holds the text if `chat` is `None`.
     pub field: String,
     pub chat: Option<ChatSettings>,
-    /// Field that holds the class label: the task is classification instead of next-token prediction.
+    /// Field that holds the class, or a list of labels: the task is classification instead of next-token prediction.
     pub label: Option<String>,
-    /// Classes in order; empty for those found in the training files.
-    pub classes: Vec<String>,
+    /// Target of a classifier that was trained before; `None` for what is found in the training files.
+    pub target: Option<TargetSpec>,
     /// The records of a labelled task have no labels: they are to be predicted.
     pub unlabelled: bool,
     /// Concatenate documents and cut full windows, instead of padding each document.
@@ -140,10 +140,17 @@ pub fn open(settings: &JsonlSettings, ctx: &DatasetContext) -> Result<Datasets, 
     let targets = usize::from(settings.label.is_none());
     let longest = (longest.unwrap_or(1) as usize).saturating_sub(targets).clamp(1, context);
     let buckets = buckets(&settings.buckets, longest, context);
-    let target = match settings.label {
-        None => TargetSpec::Tokens,
-        Some(_) if settings.classes.is_empty() => TargetSpec::Class { names: class_names(&train.summary) },
-        Some(_) => TargetSpec::Class { names: settings.classes.clone() },
+    let target = match (&settings.label, &settings.target) {
+        (None, _) => TargetSpec::Tokens,
+        (Some(_), Some(target)) => target.clone(),
+        (Some(_), None) => {
+            let names = class_names(&train.summary);
+            let sets = [Some(&train), valid.as_ref(), test.as_ref()];
+            match sets.into_iter().flatten().any(|records| records.summary.multi_label) {
+                true => TargetSpec::MultiLabel { names },
+                false => TargetSpec::Class { names },
+            }
+        }
     };
     let length = buckets.last().copied().unwrap_or(context);
     let features = Features { buckets, ..Features::new(InputSpec::Tokens { length, vocab }, target) };
@@ -343,8 +350,8 @@ fn packed_windows(
 struct DocumentDataset {
     records: TokenizedRecords,
     features: Features,
-    /// Class id for each entry of `TokenizedSummary::classes`.
-    class_ids: Vec<u32>,
+    /// Ids of the classes for each entry of `TokenizedSummary::label_sets`.
+    label_sets: Vec<Vec<u32>>,
     decoder: Arc<TokenDecoder>,
     description: Vec<(String, String)>,
 }
@@ -356,27 +363,29 @@ impl DocumentDataset {
         decoder: Arc<TokenDecoder>,
         name: &str,
     ) -> Result<Self, DataError> {
-        let classes = match &features.target {
-            TargetSpec::Class { names } => {
-                let places: HashMap<&str, u32> = names.iter().map(String::as_str).zip(0..).collect();
-                let place = |(class, _): &(String, u64)| {
-                    places.get(class.as_str()).copied().ok_or_else(|| DataError::NoSamples {
-                        set: format!("the class `{class}` of the validation files"),
-                        why: "it is not in the training files".into(),
-                    })
-                };
-                records.summary.classes.iter().map(place).collect::<Result<Vec<_>, _>>()?
-            }
-            _ => Vec::new(),
+        let summary = &records.summary;
+        if let (TargetSpec::Class { .. }, true) = (&features.target, summary.multi_label) {
+            return Err(DataError::NoSamples {
+                set: format!("the {name} set"),
+                why: "its records have lists of labels, and the model was trained on one class per record"
+                    .into(),
+            });
+        }
+        let names: HashMap<&str, u32> = features.target.names().iter().map(String::as_str).zip(0..).collect();
+        let id = |(class, _): &(String, u64)| {
+            names.get(class.as_str()).copied().ok_or_else(|| DataError::NoSamples {
+                set: format!("the class `{class}` of the validation files"),
+                why: "it is not in the training files".into(),
+            })
         };
+        let ids = summary.classes.iter().map(id).collect::<Result<Vec<_>, _>>()?;
+        let label_sets = summary
+            .label_sets
+            .iter()
+            .map(|set| set.iter().map(|&class| ids[class as usize]).collect())
+            .collect();
         let InputSpec::Tokens { vocab, .. } = features.input else { unreachable!("documents are tokens") };
-        Ok(Self {
-            description: describe(name, &records, vocab),
-            records,
-            features,
-            class_ids: classes,
-            decoder,
-        })
+        Ok(Self { description: describe(name, &records, vocab), records, features, label_sets, decoder })
     }
 }
 
@@ -391,7 +400,7 @@ impl Dataset for DocumentDataset {
 
     fn read(&self, index: u64, _: SampleKey, into: &mut BatchRow<'_>) -> Result<(), DataError> {
         let range = self.records.sample_range(index)?;
-        let (input, target) = (into.input.as_u32_mut(), into.target.as_u32_mut());
+        let input = into.input.as_u32_mut();
         let targets = u64::from(self.features.target == TargetSpec::Tokens);
         let inputs = range.start..range.end - targets;
         let length = ((inputs.end - inputs.start) as usize).min(input.len());
@@ -399,13 +408,22 @@ impl Dataset for DocumentDataset {
         input[length..].fill(0);
         into.length = length as u32;
         if targets == 0 {
-            // Without labels, the class is to be predicted.
-            target[0] = match self.class_ids.is_empty() {
-                true => 0,
-                false => self.class_ids[self.records.class(index)?],
+            // Without labels, they are to be predicted.
+            let labels = match self.label_sets.is_empty() {
+                true => &[][..],
+                false => &self.label_sets[self.records.label_set(index)?],
             };
+            match &self.features.target {
+                TargetSpec::MultiLabel { .. } => {
+                    let target = into.target.as_f32_mut();
+                    target.fill(0.0);
+                    labels.iter().for_each(|&label| target[label as usize] = 1.0);
+                }
+                _ => into.target.as_u32_mut()[0] = labels.first().copied().unwrap_or(0),
+            }
             return Ok(());
         }
+        let target = into.target.as_u32_mut();
         self.records
             .ids
             .read_ids(inputs.start + 1..inputs.start + 1 + length as u64, &mut target[..length])?;
@@ -419,14 +437,16 @@ impl Dataset for DocumentDataset {
     fn class_counts(&self) -> Option<Vec<u64>> {
         let TargetSpec::Class { names } = &self.features.target else { return None };
         let mut balance = vec![0; names.len()];
-        for ((_, samples), &class) in self.records.summary.classes.iter().zip(&self.class_ids) {
-            balance[class as usize] += samples;
+        // Each set is one class, in the order in which the classes appeared.
+        for ((_, samples), set) in self.records.summary.classes.iter().zip(&self.label_sets) {
+            balance[set[0] as usize] += samples;
         }
         Some(balance)
     }
 
     fn class(&self, index: u64) -> Option<u32> {
-        self.class_ids.get(self.records.class(index).ok()?).copied()
+        let TargetSpec::Class { .. } = &self.features.target else { return None };
+        self.label_sets.get(self.records.label_set(index).ok()?)?.first().copied()
     }
 
     fn length_stats(&self) -> Option<LengthStats> {
@@ -446,18 +466,17 @@ impl Dataset for DocumentDataset {
     }
 }
 
-/// The classes of the samples.
+/// The classes of the samples, or their sets of labels.
 impl SampleKeys for DocumentDataset {
     fn for_each(&self, visit: &mut dyn FnMut(u64) -> Result<(), DataError>) -> Result<(), DataError> {
-        (0..self.len()).try_for_each(|index| visit(self.records.class(index)? as u64))
+        (0..self.len()).try_for_each(|index| visit(self.records.label_set(index)? as u64))
     }
 
     fn name(&self, key: u64, _: u64) -> String {
-        self.records
-            .summary
-            .classes
-            .get(key as usize)
-            .map_or_else(String::new, |(name, _)| format!("`{name}`"))
+        let summary = &self.records.summary;
+        let set = summary.label_sets.get(key as usize).map_or(&[][..], Vec::as_slice);
+        let names: Vec<&str> = set.iter().map(|&class| summary.classes[class as usize].0.as_str()).collect();
+        format!("`{}`", names.join(", "))
     }
 }
 

@@ -1,5 +1,7 @@
 //! Converts one record, a line of JSON, into token ids.
 
+use std::collections::BTreeSet;
+
 use serde_json::Value;
 
 use super::super::DataError;
@@ -41,7 +43,7 @@ pub enum OverlongPolicy {
 /// Converts records into token ids.
 pub struct RecordReader<'a> {
     pub content: &'a RecordContent,
-    /// Field that holds the class label, for classification.
+    /// Field that holds the class of a record, or a list of its labels, for classification.
     pub label: Option<&'a str>,
     /// Field whose values group the records for a split.
     pub group: Option<&'a str>,
@@ -55,13 +57,30 @@ pub struct RecordReader<'a> {
     pub on_bad: BadRecordPolicy,
 }
 
+/// What a record is labelled with.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Label {
+    Class(String),
+    /// Any number of labels, each once.
+    List(Vec<String>),
+}
+
+impl Label {
+    fn held_bytes(&self) -> usize {
+        match self {
+            Self::Class(name) => name.capacity(),
+            Self::List(names) => names.iter().map(|name| size_of::<String>() + name.capacity()).sum(),
+        }
+    }
+}
+
 /// A tokenized record.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Document {
     pub ids: Vec<u32>,
     /// Whether each id contributes to the loss; empty if all do.
     pub loss_mask: Vec<bool>,
-    pub label: Option<String>,
+    pub label: Option<Label>,
     /// Key of its group; that of an empty text if it has none.
     pub group: Option<u64>,
     /// Number of ids before truncation.
@@ -70,7 +89,7 @@ pub struct Document {
 
 impl Document {
     pub fn held_bytes(&self) -> u64 {
-        let label = self.label.as_ref().map_or(0, String::capacity);
+        let label = self.label.as_ref().map_or(0, Label::held_bytes);
         (size_of::<Self>() + size_of::<u32>() * self.ids.capacity() + self.loss_mask.capacity() + label)
             as u64
     }
@@ -85,7 +104,7 @@ impl RecordReader<'_> {
     fn convert(&self, line: &[u8], limit: u64) -> Result<Document, TextError> {
         let bad = TextError::Invalid;
         let object = parse_object(line, limit / 4)?;
-        let label = self.label.map(|field| class_name(&object, field)).transpose()?;
+        let label = self.label.map(|field| label(&object, field)).transpose()?;
         let group_key = |field| key_of(class_name(&object, field).unwrap_or_default().as_bytes());
         let group = self.group.map(group_key);
         let (mut ids, mut loss_mask, mut trailing_special_tokens) = (Vec::new(), Vec::new(), 0);
@@ -234,7 +253,22 @@ pub(super) fn string<'a>(object: &'a Value, name: &str) -> Result<&'a str, Strin
 
 /// Class name of a record; integers and booleans are valid names.
 fn class_name(object: &Value, name: &str) -> Result<String, String> {
+    class_text(field(object, name)?, name)
+}
+
+/// A class, or a list of labels; a label that is listed twice counts once.
+fn label(object: &Value, name: &str) -> Result<Label, String> {
     match field(object, name)? {
+        Value::Array(labels) => {
+            let labels: Result<BTreeSet<_>, _> = labels.iter().map(|label| class_text(label, name)).collect();
+            Ok(Label::List(labels?.into_iter().collect()))
+        }
+        class => class_text(class, name).map(Label::Class),
+    }
+}
+
+fn class_text(value: &Value, name: &str) -> Result<String, String> {
+    match value {
         Value::String(text) if !text.is_empty() => Ok(text.clone()),
         Value::Number(number) if number.is_i64() || number.is_u64() => Ok(number.to_string()),
         Value::Bool(flag) => Ok(flag.to_string()),
@@ -306,7 +340,7 @@ mod tests {
         for (label, name) in [(r#""spam""#, "spam"), ("3", "3"), ("true", "true")] {
             let line = format!(r#"{{"text": "x", "label": {label}}}"#);
             let document = read(&text(), Some("label"), 99, OverlongPolicy::Truncate, &line).unwrap();
-            assert_eq!((document.label.as_deref(), document.ids.len()), (Some(name), 1));
+            assert_eq!((document.label, document.ids.len()), (Some(Label::Class(name.into())), 1));
         }
     }
 

@@ -40,7 +40,7 @@ fn settings(train: PathBuf, context: usize) -> JsonlSettings {
         field: "text".into(),
         chat: None,
         label: None,
-        classes: Vec::new(),
+        target: None,
         unlabelled: false,
         pack: false,
         buckets: Vec::new(),
@@ -170,6 +170,36 @@ fn chats_learn_answers_padded_and_packed() {
     assert!(learned.len() >= 21);
     let (all, _) = fixture.open(&JsonlSettings { chat: chat(ChatLossScope::All), ..chats }).unwrap();
     assert_eq!(read(&*all, 0).1.len(), 22);
+}
+
+/// A list is any number of labels, and a class beside lists is a list of one.
+#[test]
+fn lists_are_labels() {
+    let fixture = fixture();
+    let line = |text: &str, label: &str| format!("{{\"text\": \"{text}\", \"y\": {label}}}\n");
+    let lines = [("aa", "[\"b\", \"a\", \"b\"]"), ("b", "[]"), ("c", "\"c\""), ("d", "[\"a\", \"b\"]")];
+    let train = fixture.write("a", lines.map(|(text, label)| line(text, label)).concat());
+    let valid = fixture.write("b", line("dd", "[\"c\"]"));
+    let labelled =
+        JsonlSettings { label: Some("y".into()), valid: vec![valid], split: whole(), ..settings(train, 16) };
+    let (set, valid) = fixture.open(&labelled).unwrap();
+    let names = ["a", "b", "c"].map(str::to_owned).to_vec();
+    assert_eq!(set.features().target, TargetSpec::MultiLabel { names: names.clone() });
+    let labels = |set: &dyn Dataset, index| {
+        let features = set.features();
+        let (mut input, mut target) = (vec![0; features.input_len()], vec![7.0; features.target_len()]);
+        let mut row =
+            BatchRow { input: SliceMut::U32(&mut input), target: SliceMut::F32(&mut target), length: 99 };
+        set.read(index, SampleKey { seed: 1, epoch: 0, sample: index }, &mut row).unwrap();
+        target
+    };
+    assert_eq!(labels(&*set, 0), [1.0, 1.0, 0.0]);
+    assert_eq!(labels(&*set, 1), [0.0; 3]);
+    assert_eq!((labels(&*set, 2), labels(&*valid, 0)), (vec![0.0, 0.0, 1.0], vec![0.0, 0.0, 1.0]));
+    assert_eq!((labels(&*set, 3), set.class_counts()), (vec![1.0, 1.0, 0.0], None));
+    let of_classes = JsonlSettings { target: Some(TargetSpec::Class { names }), ..labelled };
+    let error = fixture.open(&of_classes).err().unwrap().to_string();
+    assert!(error.contains("lists of labels, and the model was trained on one class"), "{error}");
 }
 
 #[test]

@@ -1,4 +1,4 @@
-//! Tokenizes records once into the cache: ids, sample ends, loss mask and classes in one file each, plus a summary.
+//! Tokenizes records once into the cache: ids, sample ends, loss mask and labels in one file each, plus a summary.
 
 use std::{
     collections::HashMap,
@@ -16,7 +16,7 @@ use super::super::text_memory::TextMemory;
 use super::super::token_storage::{RandomAccessFile, TokenFiles, TokenIdFile, TokenWidth};
 use super::super::token_windows::{LossMask, display_name};
 use super::lines::{LineContext, convert_lines};
-use super::record::{Document, OverlongPolicy, RecordReader};
+use super::record::{Document, Label, OverlongPolicy, RecordReader};
 use crate::data::bad_records::{BadRecord, SkippedRecords};
 use crate::data::cache::CacheKey;
 use crate::data::split::DatasetSplit;
@@ -27,7 +27,7 @@ pub struct TokenizedRecords {
     pub ids: Arc<TokenFiles>,
     pub loss_mask: Option<Arc<LossMask>>,
     sample_ends: RandomAccessFile,
-    labels: Option<RandomAccessFile>,
+    label_sets: Option<RandomAccessFile>,
     /// File with the key of the group of each sample, if records have groups.
     pub groups: Option<PathBuf>,
     pub summary: TokenizedSummary,
@@ -49,6 +49,10 @@ pub struct TokenizedSummary {
     histogram: Vec<u64>,
     /// Class names in order of first appearance, with their sample counts.
     pub classes: Vec<(String, u64)>,
+    /// The distinct sets of labels in order of first appearance, each as indices of `classes`. A class is a set of one.
+    pub label_sets: Vec<Vec<u32>>,
+    /// Whether any record has a list of labels.
+    pub multi_label: bool,
     /// Number of bad records skipped, and the messages of the first few.
     pub bad: u64,
     pub first_bad: Vec<String>,
@@ -56,6 +60,9 @@ pub struct TokenizedSummary {
 
 /// Maximum distinct classes; a field with more is not a class label.
 const MAX_CLASSES: usize = 1 << 16;
+
+/// Maximum distinct sets of labels: each takes memory.
+const MAX_LABEL_SETS: usize = 1 << 18;
 
 impl TokenizedSummary {
     pub fn lengths(&self) -> LengthStats {
@@ -76,7 +83,7 @@ impl TokenizedRecords {
     ) -> Result<Self, DataError> {
         let cache_key = CacheKey::new(&[files, sources].concat(), how)?;
         let names =
-            ["jsonl-tokens", "jsonl-learned", "jsonl-ends", "jsonl-classes", "jsonl-groups", "jsonl-found"];
+            ["jsonl-tokens", "jsonl-learned", "jsonl-ends", "jsonl-labels", "jsonl-groups", "jsonl-found"];
         let [tokens, marks, ends, labels, groups, found] = ctx.cache.get_or_create_all(
             names,
             cache_key,
@@ -123,7 +130,7 @@ impl TokenizedRecords {
             ids: Arc::new(TokenFiles::new(vec![ids])),
             loss_mask: marks.map(|m| Arc::new(LossMask(m))),
             sample_ends: ends,
-            labels,
+            label_sets: labels,
             groups: reader.group.map(|_| groups),
             summary: found,
         })
@@ -139,10 +146,10 @@ impl TokenizedRecords {
         Ok(start..end)
     }
 
-    /// Class of a sample, as an index into [`TokenizedSummary::classes`].
-    pub fn class(&self, index: u64) -> Result<usize, DataError> {
+    /// Labels of a sample, as an index into [`TokenizedSummary::label_sets`].
+    pub fn label_set(&self, index: u64) -> Result<usize, DataError> {
         let mut bytes = [0; 4];
-        if let Some(labels) = &self.labels {
+        if let Some(labels) = &self.label_sets {
             labels.read(4 * index, &mut bytes)?;
         }
         Ok(u32::from_le_bytes(bytes) as usize)
@@ -161,6 +168,7 @@ struct RecordWriter<'a, 'o> {
     summary: TokenizedSummary,
     skipped: SkippedRecords,
     classes: HashMap<String, u32>,
+    label_sets: HashMap<Vec<u32>, u32>,
     /// Loss-mask bits that do not fill a byte yet.
     pending_bits: (u8, u32),
     bytes: Vec<u8>,
@@ -176,6 +184,7 @@ impl<'a, 'o> RecordWriter<'a, 'o> {
             summary: TokenizedSummary::default(),
             skipped: SkippedRecords::default(),
             classes: HashMap::new(),
+            label_sets: HashMap::new(),
             pending_bits: (0, 0),
             bytes: Vec::new(),
         }
@@ -207,20 +216,9 @@ impl<'a, 'o> RecordWriter<'a, 'o> {
         let bin = document.full_len.next_power_of_two().trailing_zeros() as usize;
         found.histogram.resize(found.histogram.len().max(bin + 1), 0);
         found.histogram[bin] += 1;
-        let class = match document.label {
+        let label_set = match document.label {
             None => None,
-            Some(name) => {
-                let next = self.classes.len() as u32;
-                let class = *self.classes.entry(name).or_insert_with_key(|name| {
-                    found.classes.push((name.clone(), 0));
-                    next
-                });
-                if self.classes.len() > MAX_CLASSES {
-                    let problem = format!("more than the limit of {MAX_CLASSES} classes");
-                    return Err(at.error(problem.into()));
-                }
-                Some(class)
-            }
+            Some(label) => Some(self.label_set(label).map_err(|problem| at.error(problem.into()))?),
         };
         let mut start = 0;
         loop {
@@ -228,7 +226,7 @@ impl<'a, 'o> RecordWriter<'a, 'o> {
             self.write_sample(
                 &document.ids[start..end],
                 document.loss_mask.get(start..end).unwrap_or_default(),
-                class,
+                label_set,
                 document.group,
             )?;
             if end == document.ids.len() || self.reader.too_long != OverlongPolicy::Split {
@@ -236,7 +234,41 @@ impl<'a, 'o> RecordWriter<'a, 'o> {
             }
             // For next-token prediction the last token of a sample is only a target, so the next sample starts with it.
             // Classification has no targets among the tokens, so samples do not overlap.
-            start = if class.is_some() { end } else { end - 1 };
+            start = if label_set.is_some() { end } else { end - 1 };
+        }
+    }
+
+    /// The index of a set of labels.
+    fn label_set(&mut self, label: Label) -> Result<u32, String> {
+        let found = &mut self.summary;
+        let names = match label {
+            Label::Class(name) => vec![name],
+            Label::List(names) => {
+                found.multi_label = true;
+                names
+            }
+        };
+        let mut set = Vec::with_capacity(names.len());
+        for name in names {
+            let next = self.classes.len() as u32;
+            set.push(*self.classes.entry(name).or_insert_with_key(|name| {
+                found.classes.push((name.clone(), 0));
+                next
+            }));
+        }
+        let next = self.label_sets.len() as u32;
+        let index = *self.label_sets.entry(set).or_insert_with_key(|set| {
+            found.label_sets.push(set.clone());
+            next
+        });
+        match (self.classes.len(), self.label_sets.len()) {
+            (classes, _) if classes > MAX_CLASSES => {
+                Err(format!("more than the limit of {MAX_CLASSES} classes"))
+            }
+            (_, sets) if sets > MAX_LABEL_SETS => {
+                Err(format!("more than the limit of {MAX_LABEL_SETS} different lists of labels"))
+            }
+            _ => Ok(index),
         }
     }
 
@@ -244,7 +276,7 @@ impl<'a, 'o> RecordWriter<'a, 'o> {
         &mut self,
         ids: &[u32],
         loss_mask: &[bool],
-        class: Option<u32>,
+        label_set: Option<u32>,
         group: Option<u64>,
     ) -> Result<(), DataError> {
         let [tokens, marks, ends, labels, groups] = &mut self.out;
@@ -266,9 +298,11 @@ impl<'a, 'o> RecordWriter<'a, 'o> {
         let all = if loss_mask.is_empty() { ids.len() } else { loss_mask.iter().filter(|l| **l).count() };
         found.learned += all as u64;
         ends.write_all(&found.tokens.to_le_bytes()).map_err(write_error)?;
-        if let Some(class) = class {
-            found.classes[class as usize].1 += 1;
-            labels.write_all(&class.to_le_bytes()).map_err(write_error)?;
+        if let Some(set) = label_set {
+            for &class in &found.label_sets[set as usize] {
+                found.classes[class as usize].1 += 1;
+            }
+            labels.write_all(&set.to_le_bytes()).map_err(write_error)?;
         }
         if let Some(group) = group {
             groups.write_all(&group.to_le_bytes()).map_err(write_error)?;
