@@ -10,10 +10,11 @@ use trainer::data::order::{Cursor, Order};
 use trainer::job::Job;
 use trainer::memory::probe;
 use trainer::planner::budget;
-use trainer::train::checkpoint::{Checkpoints, load_weights};
+use trainer::train::checkpoint::Checkpoints;
 use trainer::train::engine::{Engine, Ledgers};
 use trainer::train::run_dir::RunDir;
 use trainer::train::setup::Setup;
+use trainer::train::tensor_files::load_views;
 
 fn main() -> anyhow::Result<()> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
@@ -26,7 +27,9 @@ fn main() -> anyhow::Result<()> {
     let engine = Engine::new(&setup, Ledgers::new(&setup, ram, None), plan, false)?;
     let (_, checkpoint) =
         Checkpoints::new(run_dir.checkpoints()).newest().found.context("the run has no checkpoint")?;
-    load_weights(&checkpoint.join("model.safetensors"), &engine.store)?;
+    let (weights, store) = (checkpoint.join("model.safetensors"), &engine.store);
+    load_views(&weights, &store.layout.params, store.weight_views())?;
+    load_views(&weights, &store.layout.stats, store.stat_views())?;
 
     let (valid, first) = (setup.datasets.valid.clone(), Cursor::default());
     let samples = valid.len().min(setup.job.train.batch_size as u64);

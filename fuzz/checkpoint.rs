@@ -11,7 +11,8 @@ use candle_core::{DType, Device};
 use libfuzzer_sys::fuzz_target;
 use trainer::param_store::ParamStore;
 use trainer::params::{ParamInit, ParamRegistry};
-use trainer::train::checkpoint::{Checkpoints, load_weights};
+use trainer::train::checkpoint::Checkpoints;
+use trainer::train::tensor_files::load_views;
 
 static TARGET: LazyLock<String> = LazyLock::new(|| std::env::var("TARGET").unwrap_or_default());
 
@@ -54,7 +55,7 @@ fn state(data: &[u8]) {
 fn weights(data: &[u8]) {
     let file = FOLDER.path().join("model.safetensors");
     fs::write(&file, data).expect("memory for a file");
-    if let Err(refused) = load_weights(&file, &STORE) {
+    if let Err(refused) = load_views(&file, &STORE.layout.params, STORE.weight_views()) {
         assert!(refused.to_string().contains("model.safetensors"), "{refused}");
     }
 }

@@ -27,6 +27,7 @@ mod memory_invariance;
 mod memory_retry;
 mod oracles;
 mod plans;
+mod profile;
 mod random;
 mod reference;
 mod runs;

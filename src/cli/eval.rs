@@ -124,11 +124,16 @@ pub fn opening(common: &CommonArgs, model: &TrainedModel, ram: u64) -> DatasetCo
 
 /// A bar that counts samples; hidden unless stderr is a terminal.
 pub fn sample_bar(display: DisplayOptions, samples: u64, verb: &str) -> ProgressBar {
-    let bar = ProgressBar::with_draw_target(Some(samples), ProgressDrawTarget::hidden());
+    counting_bar(display, samples, verb, "samples")
+}
+
+/// A bar that counts `nouns`; hidden unless stderr is a terminal.
+pub fn counting_bar(display: DisplayOptions, total: u64, verb: &str, nouns: &str) -> ProgressBar {
+    let bar = ProgressBar::with_draw_target(Some(total), ProgressDrawTarget::hidden());
     if display.interactive && display.verbosity > Verbosity::Quiet {
         bar.set_draw_target(ProgressDrawTarget::stderr_with_hz(4));
     }
-    let template = format!("{verb} {{bar:16}} {{pos}}/{{len}} samples  {{rate}}  {{eta}} left");
+    let template = format!("{verb} {{bar:16}} {{pos}}/{{len}} {nouns}  {{rate}}  {{eta}} left");
     if let Ok(style) = ProgressStyle::with_template(&template) {
         let rate = |state: &ProgressState, out: &mut dyn fmt::Write| {
             let _ = write!(out, "{}/s", format_count(state.per_sec().round() as u64));

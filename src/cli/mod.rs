@@ -14,6 +14,7 @@ mod init;
 pub mod plan;
 mod predict;
 mod probe;
+mod profile;
 mod schema;
 mod verify;
 
@@ -160,6 +161,7 @@ pub enum Command {
     Generate(generate::GenerateArgs),
     Export(export::ExportArgs),
     Verify(verify::VerifyArgs),
+    Profile(profile::ProfileArgs),
     Probe(probe::ProbeArgs),
     Schema(schema::SchemaArgs),
     Completions(completions::CompletionsArgs),
@@ -267,6 +269,7 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> Exit {
         Command::Plan(plan) => plan.run(common),
         Command::Check(check) => check.run(common),
         Command::Verify(verify) => verify.run(common),
+        Command::Profile(profile) => profile.run(common),
         Command::Eval(eval) => eval.run(common),
         Command::Predict(predict) => predict.run(common),
         Command::Export(export) => export.run(common),

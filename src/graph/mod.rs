@@ -3,5 +3,6 @@
 pub mod decoding;
 pub mod fusion;
 pub mod network;
+pub mod node_timer;
 pub mod offload;
 pub mod reference;

@@ -16,6 +16,7 @@ use candle_core::{DType, Tensor};
 
 use self::backward::BackwardContext;
 use super::fusion::FusedNode;
+use super::node_timer::{self, NodePass};
 use super::offload::{ActivationOffload, OffloadedTensor, PendingCopy};
 use crate::base::{Backend, MicroBatchSpec, Phase, Role};
 use crate::kernels::linear::{self, WeightLayout};
@@ -141,6 +142,23 @@ enum ResidentBlock {
 
 type StepResult<T> = Result<T, StepError>;
 
+impl Node {
+    /// One line for a reader.
+    pub fn describe(&self) -> String {
+        match self {
+            Self::Layer(layer) => layer.name().to_owned(),
+            Self::Fused(fused) => fused.describe(),
+            Self::Residual(residual) => residual.name.clone(),
+        }
+    }
+}
+
+impl From<Mode> for NodePass {
+    fn from(mode: Mode) -> Self {
+        if mode == Mode::Recompute { Self::Recompute } else { Self::Forward }
+    }
+}
+
 impl Network {
     /// Accumulates the gradients of a micro-batch's summed loss, times `PassContext::loss_scale`, in the store.
     pub fn forward_backward(
@@ -177,9 +195,12 @@ impl Network {
             let input_grad = if needs_input_grad { cost.input_grad } else { 0 };
             let reservation = exec.reserve(Role::Activations, self.loss.name(), input_grad)?;
             let _work = exec.reserve(Role::Workspace, self.loss.name(), cost.backward_workspace)?;
+            let name = || self.loss.name().to_owned();
             let (metrics, value) = match (&exec.pass, batch, &x.value) {
                 (Some(pass), Some(batch), Some(x)) => {
-                    self.loss.forward_backward(x, &batch.targets, pass, needs_input_grad)?
+                    node_timer::time(name, NodePass::Backward, exec.ledger, || {
+                        self.loss.forward_backward(x, &batch.targets, pass, needs_input_grad)
+                    })?
                 }
                 _ => (MetricSums::default().into(), None),
             };
@@ -391,6 +412,11 @@ impl ResidualNode {
 }
 
 impl Executor<'_> {
+    /// Runs a node that is not a residual, measured on request.
+    fn timed<T>(&self, node: &Node, pass: NodePass, run: impl FnOnce() -> T) -> T {
+        node_timer::time(|| node.describe(), pass, self.ledger, run)
+    }
+
     /// Zero bytes need no reservation.
     fn reserve(&self, role: Role, requester: &str, bytes: u64) -> Result<Option<Arc<Reservation>>, Oom> {
         if bytes == 0 {

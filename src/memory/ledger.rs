@@ -24,6 +24,8 @@ struct Account {
     budget: u64,
     total: u64,
     peak: u64,
+    /// Peak since [`Ledger::take_recent_peak`].
+    recent_peak: u64,
     requests: u64,
     phase: Phase,
     /// Every requester so far, and its index in the list.
@@ -55,6 +57,13 @@ pub struct LedgerEntry {
     pub change: i64,
     /// The phase at that time, see [`Ledger::set_phase`].
     pub phase: Phase,
+}
+
+/// Bytes held, see [`Ledger::take_recent_peak`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RecentPeak {
+    pub now: u64,
+    pub peak: u64,
 }
 
 /// A reservation that did not fit.
@@ -153,6 +162,7 @@ impl Ledger {
             budget,
             total: 0,
             peak: 0,
+            recent_peak: 0,
             requests: 0,
             phase: Phase::Start,
             holders: Vec::new(),
@@ -193,6 +203,7 @@ impl Ledger {
         let holder = account.holder_index(role, requester);
         account.total += bytes;
         account.peak = account.peak.max(account.total);
+        account.recent_peak = account.recent_peak.max(account.total);
         account.holders[holder].bytes += bytes;
         account.log_change(holder, bytes as i64);
         Ok(Reservation { account: self.account.clone(), holder, bytes })
@@ -234,6 +245,13 @@ impl Ledger {
     /// Peak of all bytes held at once.
     pub fn peak(&self) -> u64 {
         lock(&self.account).peak
+    }
+
+    /// The bytes held now, and their peak since the last call.
+    pub fn take_recent_peak(&self) -> RecentPeak {
+        let mut account = lock(&self.account);
+        let now = account.total;
+        RecentPeak { now, peak: std::mem::replace(&mut account.recent_peak, now).max(now) }
     }
 
     /// Reservations requested so far.

@@ -6,6 +6,7 @@ mod event_lines;
 #[cfg(test)]
 pub(crate) mod fixtures;
 pub mod plan;
+pub mod profile;
 mod progress;
 mod reference;
 mod scan_progress;

@@ -5,12 +5,9 @@
 use std::time::{Duration, Instant};
 
 use super::Failure;
-use super::engine::{Engine, Ledgers};
+use super::engine::Ledgers;
 use super::setup::Setup;
-use crate::base::Role;
-use crate::data::loader::Loader;
-use crate::data::order::Cursor;
-use crate::graph::network::StepError;
+use super::trial_updates::TrialUpdates;
 use crate::planner::budget::TargetMachine;
 use crate::planner::estimate::Estimator;
 use crate::planner::plan::{MemoryPlan, PlanVerdict};
@@ -91,40 +88,12 @@ fn plan_of_fastest(
 
 /// Seconds per update under this plan.
 fn time_updates(setup: &Setup, ledgers: Ledgers, plan: ExecutionPlan) -> Result<f64, Failure> {
-    let graphs = setup.job.memory.graphs && plan.offload.is_empty();
-    let mut engine = Engine::new(setup, ledgers.clone(), plan, graphs)?;
-    let micro_batch = plan.micro_batch.min(setup.datasets.train.len() as usize);
-    let prefetch_bytes = setup.loader_bytes(micro_batch, plan.prefetch);
-    let prefetch = ledgers.host.reserve(Role::DataPipeline, "prefetch", prefetch_bytes);
-    let _prefetch = prefetch.map_err(StepError::Oom)?;
-    let source = setup.datasets.train.clone();
-    let mut loader = Loader::start(
-        source,
-        setup.order.clone(),
-        Cursor::default(),
-        UPDATES_PER_CANDIDATE,
-        setup.loader_options(micro_batch, plan.prefetch),
-    )?;
+    let graphs = setup.job.memory.graphs;
+    let mut updates = TrialUpdates::start(setup, ledgers, plan, graphs, UPDATES_PER_CANDIDATE)?;
+    updates.next_update(|_, _| {})?;
     let (begun, mut fastest) = (Instant::now(), f64::INFINITY);
-    for number in 1..=UPDATES_PER_CANDIDATE {
-        let update = Instant::now();
-        let (mut pending_sums, mut samples) = (Vec::new(), 0);
-        while samples < setup.order.update(number - 1).len() {
-            let Some(batch) = loader.next()? else { break };
-            samples += batch.consumed;
-            if !batch.ids.is_empty() {
-                pending_sums.push(engine.forward_backward(&batch, 1.0)?);
-            }
-        }
-        let grad_stats = engine.compute_grad_stats(&pending_sums, 1.0, true)?;
-        // A learning rate of 0 leaves the weights unchanged, so every update does the same work.
-        engine.update(&grad_stats, 0.0, number)?;
-        if number > 1 {
-            fastest = fastest.min(update.elapsed().as_secs_f64());
-        }
-        if number > 1 && begun.elapsed() > TIME_LIMIT {
-            break;
-        }
+    while updates.count < UPDATES_PER_CANDIDATE && begun.elapsed() < TIME_LIMIT {
+        fastest = updates.next_update(|_, _| {})?.min(fastest);
     }
     Ok(fastest)
 }

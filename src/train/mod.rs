@@ -15,6 +15,7 @@ pub mod no_graph;
 mod pass_key;
 mod planning;
 pub mod postmortem;
+pub mod profile;
 pub mod retry;
 pub mod run;
 pub mod run_dir;
@@ -25,6 +26,7 @@ pub mod staging;
 pub mod supervisor;
 pub mod tensor_files;
 pub mod tensor_reader;
+mod trial_updates;
 pub mod validation_metrics;
 pub mod verify;
 

@@ -2,6 +2,7 @@
 
 use super::{Executor, Node, ReservedTensor, ResidualNode, SavedLayer, SavedNode, SavedResidual, StepResult};
 use crate::base::Role;
+use crate::graph::node_timer::NodePass;
 use crate::kernels::{self, Activation, add};
 use crate::layers::{Layer, Mode};
 
@@ -29,10 +30,10 @@ impl Executor<'_> {
             let node_ctx = BackwardContext { residual_grad, output_act: ctx.output_act.take() };
             let dx = match (node, saved_nodes.pop()) {
                 (Node::Layer(layer), Some(SavedNode::Layer(saved))) => {
-                    self.layer_backward(layer.as_ref(), saved, dy)?
+                    self.timed(node, NodePass::Backward, || self.layer_backward(layer.as_ref(), saved, dy))?
                 }
                 (Node::Fused(fused), Some(SavedNode::Fused(saved))) => {
-                    self.fused_backward(fused, saved, dy, node_ctx)?
+                    self.timed(node, NodePass::Backward, || self.fused_backward(fused, saved, dy, node_ctx))?
                 }
                 (Node::Residual(residual), Some(SavedNode::Residual(saved))) => {
                     self.residual_backward(residual, saved, dy)?

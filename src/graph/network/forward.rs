@@ -4,6 +4,7 @@ use candle_core::Tensor;
 
 use super::{Executor, Node, ReservedTensor, ResidualNode, SavedLayer, SavedNode, SavedResidual, StepResult};
 use crate::base::Role;
+use crate::graph::node_timer;
 use crate::kernels::{Activation, SavedForBackward, add};
 use crate::layers::{Layer, Mode, PassContext, SavedTensors};
 
@@ -28,13 +29,15 @@ impl Executor<'_> {
         for (i, node) in nodes.iter().enumerate() {
             let (y, saved) = match node {
                 Node::Layer(layer) => {
-                    let (y, saved) =
-                        self.layer_forward(layer.as_ref(), x, mode, |x, pass| layer.forward(x, pass))?;
+                    let (y, saved) = self.timed(node, mode.into(), || {
+                        self.layer_forward(layer.as_ref(), x, mode, |x, pass| layer.forward(x, pass))
+                    })?;
                     (y, SavedNode::Layer(saved))
                 }
                 Node::Fused(fused) => {
+                    let end = end.filter(|_| i + 1 == nodes.len());
                     let (y, saved) =
-                        self.fused_forward(fused, x, mode, end.filter(|_| i + 1 == nodes.len()))?;
+                        self.timed(node, mode.into(), || self.fused_forward(fused, x, mode, end))?;
                     (y, SavedNode::Fused(saved))
                 }
                 Node::Residual(residual) => {
@@ -99,7 +102,9 @@ impl Executor<'_> {
             false => {
                 let (b, branch) = self.forward(&residual.branch, x.clone(), save, mode, None)?;
                 let (s, shortcut) = self.forward(&residual.shortcut, x, save, mode, None)?;
-                (self.add(residual, b, s)?, branch, shortcut)
+                let name = || residual.name.clone();
+                let y = node_timer::time(name, mode.into(), self.ledger, || self.add(residual, b, s))?;
+                (y, branch, shortcut)
             }
         };
         let output = (y.requires_grad && residual.act != Activation::Identity).then(|| y.clone());

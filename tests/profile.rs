@@ -1,0 +1,63 @@
+//! `trainer profile`: its numbers add up, and its trace keeps the rules of the format.
+
+use std::fs;
+
+use serde_json::Value;
+
+use crate::harness::{job_folder, trainer};
+
+const JOB: &str = "[model]\nkind = 'mlp'\nhidden = [64, 32]\n[data]\nkind = 'shapes'\ntrain_samples = 256\n\
+                   [train]\nbatch_size = 32\naccumulation_steps = 2\nsteps = 10\n[log]\ntensorboard = false\n";
+
+#[test]
+fn the_parts_add_up_and_the_trace_is_nested() {
+    let folder = job_folder(JOB);
+    let at = folder.path();
+    let run = trainer(at, &["profile", "job.toml", "--steps", "3", "-o", "out", "--json"]).expect(0);
+    let profile: Value = serde_json::from_str(&run.stdout).unwrap();
+    let written: Value = serde_json::from_slice(&fs::read(at.join("out/profile.json")).unwrap()).unwrap();
+    assert_eq!(profile, written);
+    let update_s = profile["update_s"].as_f64().unwrap();
+    let list = |key: &str| profile[key].as_array().unwrap().clone();
+    let seconds = |part: &Value| part["seconds"].as_f64().unwrap();
+    let total: f64 = list("parts").iter().map(seconds).sum();
+    assert!((total - update_s).abs() < 1e-6 * update_s, "{total} {update_s}");
+    let part =
+        |name: &str| list("parts").iter().filter(|part| part["name"] == name).map(seconds).sum::<f64>();
+    for (pass, name) in [("forward_s", "forward"), ("backward_s", "backward")] {
+        let nodes: f64 = list("nodes").iter().map(|node| node[pass].as_f64().unwrap()).sum();
+        assert!((nodes - part(name)).abs() < 1e-6 * update_s, "{name}: {nodes}");
+    }
+    assert!(list("nodes").len() >= 3 && list("nodes").iter().all(|node| node["planned_bytes"].is_u64()));
+
+    let trace: Value = serde_json::from_slice(&fs::read(at.join("out/trace.json")).unwrap()).unwrap();
+    let events = trace["traceEvents"].as_array().unwrap();
+    let span = |event: &Value| {
+        let number = |key: &str| event[key].as_f64().unwrap();
+        (number("ts"), number("ts") + number("dur"))
+    };
+    let passes: Vec<_> = events.iter().filter(|event| event["name"] == "micro-batch").map(span).collect();
+    assert_eq!(passes.len(), 3 * 2);
+    for event in events {
+        assert!(event["ph"] == "X" && event["pid"].is_u64() && event["tid"].is_u64(), "{event}");
+        let (start, end) = span(event);
+        assert!(start >= 0.0 && end >= start, "{event}");
+        if event["cat"] != "update" {
+            // A microsecond for rounding.
+            let inside = |(from, to): &(f64, f64)| *from - 1.0 <= start && end <= *to + 1.0;
+            assert!(passes.iter().any(inside), "{event}");
+        }
+    }
+    assert!(fs::read_to_string(at.join("out/flamegraph.svg")).unwrap().contains("</svg>"));
+}
+
+#[test]
+fn people_get_the_hotspots_and_a_job_that_does_not_fit_gets_its_plan() {
+    let folder = job_folder(JOB);
+    let run = trainer(folder.path(), &["profile", "job.toml", "--steps", "2"]).expect(0);
+    assert!(run.stdout.starts_with("profile 2 updates of 64 samples: "), "{}", run.stdout);
+    assert!(run.stdout.contains("\nhotspots\n") && run.stdout.contains(" overhead)"), "{}", run.stdout);
+    assert!(!folder.path().join("runs").join("job").exists(), "a profile leaves no run");
+    let small = trainer(folder.path(), &["profile", "job.toml", "--set", "memory.ram=8MiB"]);
+    small.expect(3);
+}
