@@ -71,6 +71,7 @@ impl FitArgs {
             // A worker must abort on a failed allocation: the abort makes its supervisor start another with less
             // memory.
             alloc_failure::exit_on_alloc_abort(Exit::Memory.code().into())?;
+            train::parent_death::obey()?;
         }
         // The supervisor already applied the lock before it started this worker.
         if self.dry_run || self.locking.is_requested() && orders.is_none() {
@@ -242,7 +243,7 @@ impl FitArgs {
 }
 
 /// A word for a POSIX shell.
-fn shell_quoted(word: &str) -> String {
+pub(super) fn shell_quoted(word: &str) -> String {
     let is_plain = |c: char| c.is_ascii_alphanumeric() || "_-./=:,@%+".contains(c);
     match !word.is_empty() && word.chars().all(is_plain) {
         true => word.to_owned(),
@@ -251,10 +252,10 @@ fn shell_quoted(word: &str) -> String {
 }
 
 /// Parent directory of runs without `--run-dir`.
-const RUNS_DIR: &str = "runs";
+pub(super) const RUNS_DIR: &str = "runs";
 
 /// Names a new run by its start time.
-fn timestamp() -> String {
+pub(super) fn timestamp() -> String {
     jiff::Timestamp::now().strftime("%Y%m%d-%H%M%S").to_string()
 }
 

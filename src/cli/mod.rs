@@ -15,6 +15,7 @@ pub mod plan;
 mod predict;
 mod probe;
 mod schema;
+mod tune;
 mod verify;
 
 use std::ffi::OsString;
@@ -49,6 +50,7 @@ First steps:
   trainer plan job.toml                    how much memory it takes, and whether it fits
   trainer fit job.toml                     train it; Ctrl-C stops it with a checkpoint
   trainer fit job.toml --resume            continue the last run
+  trainer tune job.toml --set optimizer.lr=1e-4..1e-2:log   train with several settings, and compare
 
 With a trained model (RUN is a folder such as runs/job/20260101-000000):
   trainer eval RUN                         its metrics
@@ -155,6 +157,7 @@ pub enum Command {
     Check(check::CheckArgs),
     Plan(plan::PlanArgs),
     Fit(fit::FitArgs),
+    Tune(tune::TuneArgs),
     Eval(eval::EvalArgs),
     Predict(predict::PredictArgs),
     Generate(generate::GenerateArgs),
@@ -264,6 +267,7 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> Exit {
     }
     let result = match &cli.command {
         Command::Fit(fit) => fit.run(common),
+        Command::Tune(tune) => tune.run(common),
         Command::Plan(plan) => plan.run(common),
         Command::Check(check) => check.run(common),
         Command::Verify(verify) => verify.run(common),

@@ -13,6 +13,7 @@ mod summary;
 pub mod tensorboard;
 pub mod terminal;
 pub(crate) mod text;
+pub mod tune;
 pub mod verify;
 
 pub use reference::events_markdown;
