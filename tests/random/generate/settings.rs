@@ -266,11 +266,19 @@ fn optimizer(draw: &mut Draw, name: &str) -> Table {
 }
 
 fn schedule(draw: &mut Draw, updates: usize) -> Table {
-    let name = draw.pick(&["constant", "linear", "cosine", "step", "onecycle"]);
+    let name = draw.pick(&["constant", "linear", "cosine", "step", "onecycle", "exponential"]);
     let mut table = if name == "constant" && draw.chance(0.3) { Table::new() } else { table_of_kind(name) };
     if name == "onecycle" {
         for (key, value) in [("warmup_fraction", 0.5), ("div", 4.0), ("final_div", 100.0)] {
             if draw.chance(0.4) {
+                table.set(key, value);
+            }
+        }
+        return table;
+    }
+    if name == "exponential" {
+        for (key, value) in [("initial_lr_ratio", 0.1), ("final_lr_ratio", 0.5)] {
+            if draw.chance(0.6) {
                 table.set(key, value);
             }
         }
