@@ -1,5 +1,7 @@
 //! `trainer tune`: train a job with several settings, and compare.
 
+mod lr;
+
 use std::io::{self, IsTerminal};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -34,6 +36,7 @@ Examples:
   trainer tune job.toml --set model.dropout=0.0..0.5 --metric valid.accuracy
   trainer tune job.toml --set model.hidden=[64],[256,128] --halving 1   every trial to its end
   trainer tune --resume                                             continue the last sweep
+  trainer tune job.toml --lr                                        find a learning rate: a range test
 
 Every trial is planned first, and one that does not fit is never started. The others run side by side within \
 `memory.ram`, `memory.vram` and the cores of this machine. After a part of their updates the best third goes on. Ctrl-C \
@@ -60,12 +63,23 @@ pub struct TuneArgs {
     /// Continue the sweep in the folder DIR, or the last one
     #[arg(long, value_name = "DIR", num_args = 0..=1, value_hint = clap::ValueHint::DirPath)]
     pub resume: Option<Option<PathBuf>>,
+    /// Learning-rate range test instead of a sweep: the rate grows until the loss diverges [default rates: 1e-7..10]
+    #[arg(long, value_name = "LOW..HIGH", num_args = 0..=1, require_equals = true, default_missing_value = "1e-7..10")]
+    #[arg(conflicts_with_all = ["resume", "metric", "trials", "minutes", "halving", "parallel"])]
+    pub lr: Option<lr::LrBounds>,
+    /// Updates of the range test
+    #[arg(long, value_name = "N", requires = "lr", default_value_t = 100)]
+    #[arg(value_parser = clap::value_parser!(u64).range(20..=1_000_000))]
+    pub updates: u64,
 }
 
 impl TuneArgs {
     pub fn run(&self, common: &CommonArgs) -> anyhow::Result<Exit> {
+        if let Some(bounds) = self.lr {
+            return lr::run(self.job.as_deref().unwrap_or(Path::new("")), bounds, self.updates, common);
+        }
         let display = common.display_options(io::stderr().is_terminal());
-        let progress = Progress::new(display);
+        let progress = Progress::new(display, "trials");
         let (folder, sweep, lock) = match &self.resume {
             Some(dir) => self.continued(dir.as_deref(), common)?,
             None => self.planned(common, &progress)?,
@@ -246,12 +260,18 @@ impl TuneArgs {
             if let (Some(trial), Some(retrain)) = (best, retrain) {
                 let run = folder.trial_run(trial).root;
                 print_line(format_args!("best     {}", run.display()))?;
-                print_line(format_args!("show     {}", words(&["eval".into(), run.display().to_string()])))?;
+                print_line(format_args!(
+                    "show     {}",
+                    command_line(&["eval".into(), run.display().to_string()])
+                ))?;
                 print_line(format_args!("retrain  {retrain}"))?;
             }
             if end != SweepEnd::Complete {
                 let root = folder.root.display().to_string();
-                print_line(format_args!("resume   {}", words(&["tune".into(), "--resume".into(), root])))?;
+                print_line(format_args!(
+                    "resume   {}",
+                    command_line(&["tune".into(), "--resume".into(), root])
+                ))?;
             }
         }
         match end {
@@ -297,11 +317,11 @@ fn retrain_command(sweep: &Sweep, trial: &PlannedTrial, common: &CommonArgs) -> 
     let shared = child_arguments(common).into_iter().map(|word| word.to_string_lossy().into_owned());
     let all: Vec<String> =
         ["fit".to_owned(), sweep.job.display().to_string()].into_iter().chain(sets).chain(shared).collect();
-    words(&all)
+    command_line(&all)
 }
 
 /// A command line of this program.
-fn words(arguments: &[String]) -> String {
+fn command_line(arguments: &[String]) -> String {
     let program = std::env::args_os().next().unwrap_or_else(|| "trainer".into());
     let program = program.to_string_lossy().into_owned();
     std::iter::once(&program).chain(arguments).map(|word| shell_quoted(word)).collect::<Vec<_>>().join(" ")
@@ -332,22 +352,23 @@ struct Progress {
 }
 
 impl Progress {
-    fn new(display: DisplayOptions) -> Self {
+    /// `unit`: what the bar counts.
+    fn new(display: DisplayOptions, unit: &str) -> Self {
         let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::hidden());
         if display.interactive && display.verbosity > Verbosity::Quiet {
             bar.set_draw_target(ProgressDrawTarget::stderr());
         }
-        if let Ok(style) =
-            ProgressStyle::with_template("{prefix} {bar:24} {pos}/{len} trials  {msg}  {elapsed}")
-        {
+        if let Ok(style) = ProgressStyle::with_template(&format!(
+            "{{prefix}} {{bar:24}} {{pos}}/{{len}} {unit}  {{msg}}  {{elapsed}}"
+        )) {
             bar.set_style(style);
         }
         Self { bar, display }
     }
 
-    fn begin(&self, what: &str, trials: usize) {
+    fn begin(&self, what: &str, length: usize) {
         self.bar.reset();
-        self.bar.set_length(trials as u64);
+        self.bar.set_length(length as u64);
         self.bar.set_prefix(what.to_owned());
     }
 

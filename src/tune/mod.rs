@@ -7,6 +7,8 @@
 mod child;
 pub mod folder;
 pub mod halving;
+pub mod lr_range;
+pub mod lr_test;
 mod planning;
 pub mod search_space;
 pub mod slots;

@@ -255,7 +255,7 @@ fn append(file: &mut LineFile, result: &TrialResult, folder: &TuneFolder) -> Res
 }
 
 /// The last error that a process printed.
-fn last_error(log: &Path, code: i32) -> String {
+pub(super) fn last_error(log: &Path, code: i32) -> String {
     let text = std::fs::read_to_string(log).unwrap_or_default();
     let error = text.lines().rev().find_map(|line| line.strip_prefix("error: "));
     error.map_or_else(|| format!("it ended with exit code {code}"), str::to_owned)
