@@ -15,7 +15,7 @@ use crate::job::Job;
 use crate::memory::pressure::PressureMonitor;
 use crate::memory::{alloc_failure, probe};
 use crate::planner::budget;
-use crate::report::{DisplayOptions, TensorBoard, Terminal};
+use crate::report::{DisplayOptions, Mlflow, TensorBoard, Terminal};
 use crate::train::fault_injection::{FaultHooks, InjectedCrashes};
 use crate::train::run::{RunOptions, RunOutcome};
 use crate::train::run_dir::{RequestedRun, RunDir};
@@ -140,7 +140,7 @@ impl FitArgs {
                     .map_or(0, |Bytes(bytes)| bytes as usize),
             },
         };
-        let tensorboard = job.log.tensorboard;
+        let logged = job.clone();
         let json = common.json;
         let make_reporter = |folder: &RunDir, resumed: bool| {
             let history = match resumed && folder.events().exists() {
@@ -149,8 +149,13 @@ impl FitArgs {
             };
             let mut reporter = Reporter::default().with_required(EventLog::open(&folder.events())?);
             reporter = reporter.with_optional(MetricsLog::open(&folder.metrics())?);
-            if tensorboard {
-                reporter = reporter.with_optional(TensorBoard::new(&folder.tensorboard()));
+            if logged.log.tensorboard {
+                let tensorboard = TensorBoard::new(&folder.tensorboard()).with_hparams(&logged);
+                reporter = reporter.with_optional(tensorboard);
+            }
+            if let Some(uri) = &logged.log.mlflow {
+                let mlflow = Mlflow::start(uri, folder, &logged);
+                reporter = reporter.with_optional(mlflow.map_err(Failure::io("start a thread for", uri))?);
             }
             let terminal = Terminal::new(io::stderr(), display, history)
                 .with_resume_command(self.resume_command(common, &folder.root))
