@@ -2,12 +2,14 @@
 //!
 //! A thread of its own talks to the server, so that no update waits for it. Its queue is bounded: while the server does not
 //! answer, the oldest metrics are dropped and counted. Whatever fails here is a warning, never an error of the run. The id
-//! of the MLflow run is kept in the run's folder, so that a resumed run continues it and sends nothing twice.
+//! of the MLflow run is kept in the run's folder: a resumed run continues it, sends nothing twice, and first what an earlier
+//! process could not send.
 
 mod client;
 
 use std::collections::VecDeque;
 use std::io;
+use std::path::PathBuf;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, TrySendError, channel, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -17,6 +19,7 @@ use serde_json::Value;
 use crate::base::units::counted;
 use crate::events::Sink;
 use crate::events::event::{Event, EventRecord};
+use crate::events::jsonl::complete_lines;
 use crate::job::{Job, job_values};
 use crate::train::run_dir::RunDir;
 use client::{Client, MetricPoint, RunStatus, TrackedRun};
@@ -25,6 +28,8 @@ use client::{Client, MetricPoint, RunStatus, TrackedRun};
 const QUEUE: usize = 512;
 /// Metrics that wait for the server.
 const MAX_PENDING: usize = 4096;
+/// Sent when so few places are left: an event has fewer metrics.
+const BATCH_MARGIN: usize = 256;
 /// Time between two batches, and the longest time between two attempts.
 const INTERVAL: Duration = Duration::from_secs(2);
 const MAX_INTERVAL: Duration = Duration::from_secs(60);
@@ -35,9 +40,18 @@ const FINISH_TIMEOUT: Duration = Duration::from_secs(15);
 pub struct Mlflow {
     uri: String,
     /// `None` once it is finished.
-    sender: Option<SyncSender<Vec<MetricPoint>>>,
+    sender: Option<SyncSender<Message>>,
     outcome: Receiver<Unsent>,
     shared: Arc<Shared>,
+}
+
+/// What the run tells the thread.
+enum Message {
+    Metrics(Vec<MetricPoint>),
+    /// The run continues after this step: its events until there may not have been sent.
+    Resumed {
+        step: u64,
+    },
 }
 
 /// What the run and the thread both see.
@@ -78,6 +92,7 @@ impl Mlflow {
             run_name: folder.root.file_name().unwrap_or_default().to_string_lossy().into_owned(),
             parameters: parameters(job),
             file: folder.mlflow(),
+            events: folder.events(),
             tracked: TrackedRun::read(&folder.mlflow()).filter(|tracked| tracked.uri == uri),
             is_running: false,
             pending: VecDeque::new(),
@@ -100,9 +115,13 @@ impl Sink for Mlflow {
         if let Some(status) = status(&record.event) {
             self.shared.with(|state| state.status = Some(status));
         }
-        let points = points(record);
-        if let Some(sender) = self.sender.as_ref().filter(|_| !points.is_empty())
-            && let Err(TrySendError::Full(points)) = sender.try_send(points)
+        let message = match record.event {
+            Event::Resumed { step, .. } => Message::Resumed { step },
+            _ => Message::Metrics(points(record)),
+        };
+        let is_empty = matches!(&message, Message::Metrics(points) if points.is_empty());
+        if let Some(sender) = self.sender.as_ref().filter(|_| !is_empty)
+            && let Err(TrySendError::Full(Message::Metrics(points))) = sender.try_send(message)
         {
             self.shared.with(|state| state.dropped += points.len() as u64);
         }
@@ -185,7 +204,9 @@ struct Delivery {
     run_name: String,
     parameters: Vec<(String, String)>,
     /// Where the id of the MLflow run is kept.
-    file: std::path::PathBuf,
+    file: PathBuf,
+    /// The events of the run, earlier processes included.
+    events: PathBuf,
     tracked: Option<TrackedRun>,
     /// The server knows that this process trains the run.
     is_running: bool,
@@ -194,11 +215,12 @@ struct Delivery {
 }
 
 impl Delivery {
-    fn run(mut self, queue: &Receiver<Vec<MetricPoint>>) -> Unsent {
+    fn run(mut self, queue: &Receiver<Message>) -> Unsent {
         let (mut interval, mut warned, mut next) = (INTERVAL, false, Instant::now());
         loop {
             match queue.recv_timeout(next.saturating_duration_since(Instant::now())) {
-                Ok(points) => self.push(points),
+                Ok(Message::Metrics(points)) => self.push(points),
+                Ok(Message::Resumed { step }) => self.push_unsent(step),
                 Err(RecvTimeoutError::Disconnected) => break,
                 Err(RecvTimeoutError::Timeout) => {
                     interval = match self.deliver() {
@@ -227,6 +249,31 @@ impl Delivery {
         let excess = self.pending.len().saturating_sub(MAX_PENDING);
         self.pending.drain(..excess);
         self.shared.with(|state| state.dropped += excess as u64);
+    }
+
+    /// Adds the metrics up to `step` that earlier processes recorded and did not send. Best effort: the file is the record.
+    fn push_unsent(&mut self, step: u64) {
+        let (mut last_step, mut last_eval) = (0, None);
+        for line in complete_lines(&self.events).into_iter().flatten().map_while(Result::ok) {
+            let Ok(record) = serde_json::from_str::<EventRecord>(&line) else { continue };
+            // A step that was repeated after a resume stands there twice, with the same values.
+            let is_new = match record.event {
+                Event::Step { step: at, .. } => {
+                    at <= step && at > std::mem::replace(&mut last_step, last_step.max(at))
+                }
+                Event::Eval { step: at, .. } => {
+                    at <= step && Some(at) > std::mem::replace(&mut last_eval, last_eval.max(Some(at)))
+                }
+                _ => false,
+            };
+            if is_new {
+                self.push(points(&record));
+            }
+            if self.pending.len() + BATCH_MARGIN > MAX_PENDING {
+                // What fails stays pending, and the oldest of it is dropped.
+                let _ = self.deliver();
+            }
+        }
     }
 
     /// Sends everything that waits. What fails stays pending.
