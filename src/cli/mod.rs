@@ -50,7 +50,7 @@ First steps:
   trainer plan job.toml                    how much memory it takes, and whether it fits
   trainer fit job.toml                     train it; Ctrl-C stops it with a checkpoint
   trainer fit job.toml --resume            continue the last run
-  trainer tune job.toml --set optimizer.lr=1e-4..1e-2:log   train with several settings, and compare
+  trainer tune job.toml --set KEY=A,B      train with several settings, and compare
 
 With a trained model (RUN is a folder such as runs/job/20260101-000000):
   trainer eval RUN                         its metrics

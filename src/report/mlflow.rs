@@ -25,9 +25,9 @@ use crate::train::run_dir::RunDir;
 use client::{Client, MetricPoint, RunStatus, TrackedRun};
 
 /// Events on their way to the thread.
-const QUEUE: usize = 512;
+const QUEUE: usize = 64;
 /// Metrics that wait for the server.
-const MAX_PENDING: usize = 4096;
+const MAX_PENDING: usize = 2048;
 /// Sent when so few places are left: an event has fewer metrics.
 const BATCH_MARGIN: usize = 256;
 /// Time between two batches, and the longest time between two attempts.
@@ -253,7 +253,7 @@ impl Delivery {
 
     /// Adds the metrics up to `step` that earlier processes recorded and did not send. Best effort: the file is the record.
     fn push_unsent(&mut self, step: u64) {
-        let (mut last_step, mut last_eval) = (0, None);
+        let (mut last_step, mut last_eval, mut is_reachable) = (0, None, true);
         for line in complete_lines(&self.events).into_iter().flatten().map_while(Result::ok) {
             let Ok(record) = serde_json::from_str::<EventRecord>(&line) else { continue };
             // A step that was repeated after a resume stands there twice, with the same values.
@@ -269,9 +269,9 @@ impl Delivery {
             if is_new {
                 self.push(points(&record));
             }
-            if self.pending.len() + BATCH_MARGIN > MAX_PENDING {
+            if is_reachable && self.pending.len() + BATCH_MARGIN > MAX_PENDING {
                 // What fails stays pending, and the oldest of it is dropped.
-                let _ = self.deliver();
+                is_reachable = self.deliver().is_ok();
             }
         }
     }
