@@ -25,6 +25,7 @@ pub mod params;
 pub mod planner;
 pub mod report;
 pub mod train;
+pub mod tune;
 
 /// For the tests that measure memory.
 #[cfg(test)]

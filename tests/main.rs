@@ -25,6 +25,7 @@ mod jobs;
 mod language;
 mod memory_invariance;
 mod memory_retry;
+mod mlflow;
 mod oracles;
 mod plans;
 mod profile;
@@ -37,6 +38,7 @@ mod supervisor;
 mod tables;
 mod targets;
 mod terminal;
+mod tune;
 mod verify;
 
 use trainer::memory::measure::CountingAllocator;

@@ -9,6 +9,7 @@ use super::CommonArgs;
 use crate::data::DataError;
 use crate::job;
 use crate::train::Failure;
+use crate::tune::SpaceError;
 
 /// The exit codes. Nothing else decides one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -86,7 +87,7 @@ impl Exit {
             Exit::Done
         } else if let Some(cli_error) = error.downcast_ref::<CliError>() {
             cli_error.exit
-        } else if error.is::<job::JobErrors>() {
+        } else if error.is::<job::JobErrors>() || error.is::<SpaceError>() {
             Exit::Usage
         } else if let Some(failure) = error.downcast_ref::<Failure>() {
             Exit::from_failure(failure)
@@ -163,7 +164,10 @@ fn hint(error: &anyhow::Error, resume: Option<&str>) -> Option<String> {
             Some(command) => failure.hint().map(|hint| format!("{hint}, then resume with `{command}`")),
             None => failure.hint(),
         },
-        None => error.downcast_ref::<CliError>()?.hint.clone(),
+        None => match error.downcast_ref::<SpaceError>() {
+            Some(error) => Some(error.hint().into()),
+            None => error.downcast_ref::<CliError>()?.hint.clone(),
+        },
     }
 }
 

@@ -15,7 +15,7 @@ use crate::job::Job;
 use crate::memory::pressure::PressureMonitor;
 use crate::memory::{alloc_failure, probe};
 use crate::planner::budget;
-use crate::report::{DisplayOptions, TensorBoard, Terminal};
+use crate::report::{DisplayOptions, Mlflow, TensorBoard, Terminal};
 use crate::train::fault_injection::{FaultHooks, InjectedCrashes};
 use crate::train::run::{RunOptions, RunOutcome};
 use crate::train::run_dir::{RequestedRun, RunDir};
@@ -71,6 +71,7 @@ impl FitArgs {
             // A worker must abort on a failed allocation: the abort makes its supervisor start another with less
             // memory.
             alloc_failure::exit_on_alloc_abort(Exit::Memory.code().into())?;
+            train::parent_death::obey()?;
         }
         // The supervisor already applied the lock before it started this worker.
         if self.dry_run || self.locking.is_requested() && orders.is_none() {
@@ -139,7 +140,7 @@ impl FitArgs {
                     .map_or(0, |Bytes(bytes)| bytes as usize),
             },
         };
-        let tensorboard = job.log.tensorboard;
+        let logged = job.clone();
         let json = common.json;
         let make_reporter = |folder: &RunDir, resumed: bool| {
             let history = match resumed && folder.events().exists() {
@@ -148,8 +149,13 @@ impl FitArgs {
             };
             let mut reporter = Reporter::default().with_required(EventLog::open(&folder.events())?);
             reporter = reporter.with_optional(MetricsLog::open(&folder.metrics())?);
-            if tensorboard {
-                reporter = reporter.with_optional(TensorBoard::new(&folder.tensorboard()));
+            if logged.log.tensorboard {
+                let tensorboard = TensorBoard::new(&folder.tensorboard()).with_hparams(&logged);
+                reporter = reporter.with_optional(tensorboard);
+            }
+            if let Some(uri) = &logged.log.mlflow {
+                let mlflow = Mlflow::start(uri, folder, &logged);
+                reporter = reporter.with_optional(mlflow.map_err(Failure::io("start a thread for", uri))?);
             }
             let terminal = Terminal::new(io::stderr(), display, history)
                 .with_resume_command(self.resume_command(common, &folder.root))
@@ -242,7 +248,7 @@ impl FitArgs {
 }
 
 /// A word for a POSIX shell.
-fn shell_quoted(word: &str) -> String {
+pub(super) fn shell_quoted(word: &str) -> String {
     let is_plain = |c: char| c.is_ascii_alphanumeric() || "_-./=:,@%+".contains(c);
     match !word.is_empty() && word.chars().all(is_plain) {
         true => word.to_owned(),
@@ -251,10 +257,10 @@ fn shell_quoted(word: &str) -> String {
 }
 
 /// Parent directory of runs without `--run-dir`.
-const RUNS_DIR: &str = "runs";
+pub(super) const RUNS_DIR: &str = "runs";
 
 /// Names a new run by its start time.
-fn timestamp() -> String {
+pub(super) fn timestamp() -> String {
     jiff::Timestamp::now().strftime("%Y%m%d-%H%M%S").to_string()
 }
 

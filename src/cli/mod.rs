@@ -16,6 +16,7 @@ mod predict;
 mod probe;
 mod profile;
 mod schema;
+mod tune;
 mod verify;
 
 use std::ffi::OsString;
@@ -50,6 +51,7 @@ First steps:
   trainer plan job.toml                    how much memory it takes, and whether it fits
   trainer fit job.toml                     train it; Ctrl-C stops it with a checkpoint
   trainer fit job.toml --resume            continue the last run
+  trainer tune job.toml --set KEY=A,B      train with several settings, and compare
 
 With a trained model (RUN is a folder such as runs/job/20260101-000000):
   trainer eval RUN                         its metrics
@@ -156,6 +158,7 @@ pub enum Command {
     Check(check::CheckArgs),
     Plan(plan::PlanArgs),
     Fit(fit::FitArgs),
+    Tune(tune::TuneArgs),
     Eval(eval::EvalArgs),
     Predict(predict::PredictArgs),
     Generate(generate::GenerateArgs),
@@ -266,6 +269,7 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> Exit {
     }
     let result = match &cli.command {
         Command::Fit(fit) => fit.run(common),
+        Command::Tune(tune) => tune.run(common),
         Command::Plan(plan) => plan.run(common),
         Command::Check(check) => check.run(common),
         Command::Verify(verify) => verify.run(common),

@@ -15,7 +15,7 @@ use crate::base::regular_file;
 use crate::events::event::{Event, EventRecord};
 
 /// An append-only file of complete lines.
-struct LineFile {
+pub struct LineFile {
     path: PathBuf,
     file: File,
     /// Bytes of complete lines.
@@ -23,7 +23,8 @@ struct LineFile {
 }
 
 impl LineFile {
-    fn open(path: &Path) -> io::Result<Self> {
+    /// Opens `path` for appending, creating it if absent; truncates a torn last line.
+    pub fn open(path: &Path) -> io::Result<Self> {
         let mut file = OpenOptions::new().read(true).append(true).create(true).open(path)?;
         let len = complete_lines_len(&mut file)?;
         if file.metadata()?.len() > len {
@@ -33,7 +34,7 @@ impl LineFile {
     }
 
     /// Appends a line in one write. A failed append leaves the file unchanged.
-    fn append(&mut self, value: &impl serde::Serialize) -> io::Result<()> {
+    pub fn append(&mut self, value: &impl serde::Serialize) -> io::Result<()> {
         let mut line = serde_json::to_vec(value)?;
         line.push(b'\n');
         match self.file.write_all(&line) {
@@ -47,6 +48,11 @@ impl LineFile {
                 Err(error)
             }
         }
+    }
+
+    /// Writes it to the disk.
+    pub fn sync(&mut self) -> io::Result<()> {
+        self.file.sync_data()
     }
 }
 
@@ -68,7 +74,7 @@ fn complete_lines_len(file: &mut File) -> io::Result<u64> {
 }
 
 /// The complete lines of a file, without a torn last one. Holds one line at a time.
-pub(super) fn complete_lines(path: &Path) -> io::Result<impl Iterator<Item = io::Result<String>> + use<>> {
+pub(crate) fn complete_lines(path: &Path) -> io::Result<impl Iterator<Item = io::Result<String>> + use<>> {
     let mut reader = BufReader::new(regular_file::open(path)?);
     Ok(std::iter::from_fn(move || {
         let mut line = Vec::new();

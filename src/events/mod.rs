@@ -32,6 +32,11 @@ pub trait Sink: Send {
         Ok(())
     }
 
+    /// Something that went wrong since the last record and does not end the sink, for the other sinks to show.
+    fn take_warning(&mut self) -> Option<String> {
+        None
+    }
+
     /// No record follows.
     fn finish(&mut self) -> io::Result<()> {
         Ok(())
@@ -106,7 +111,10 @@ impl Reporter {
         }
         let mut warnings = Vec::new();
         self.optional.retain_mut(|sink| match call(sink.as_mut()) {
-            Ok(()) => true,
+            Ok(()) => {
+                warnings.extend(sink.take_warning());
+                true
+            }
             Err(error) => {
                 if error.kind() != io::ErrorKind::BrokenPipe {
                     warnings.push(format!("`{}` is no longer written: {error}", sink.name()));

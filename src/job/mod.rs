@@ -30,7 +30,7 @@ mod transformer;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-pub use change::JobChange;
+pub use change::{JobChange, job_values};
 pub use data::{
     AugmentConfig, CategoryEncoding, ChatFormat, ChatLoss, ColumnsConfig, Comment, CsvConfig, DataConfig,
     Dates, Decimal, Delimiter, Encoding, FilesConfig, Fold, IdxConfig, ImageFit, ImagesConfig, JsonConfig,
@@ -44,8 +44,8 @@ pub use layers::{BranchLayerConfig, LayerConfig, LayersConfig, ResidualActivatio
 pub use memory::{MemoryConfig, OomAction};
 pub use model::{ActivationKind, CnnConfig, MlpConfig, ModelConfig, NormKind, StageConfig};
 pub use optimizer::{
-    AdafactorConfig, AdamwConfig, ConstantSchedule, DecaySchedule, LionConfig, OnecycleSchedule,
-    OptimizerConfig, OptimizerKind, ScheduleConfig, SgdConfig, StepSchedule,
+    AdafactorConfig, AdamwConfig, ConstantSchedule, DecaySchedule, ExponentialSchedule, LionConfig,
+    OnecycleSchedule, OptimizerConfig, OptimizerKind, ScheduleConfig, SgdConfig, StepSchedule,
 };
 pub use progress::{BestMetric, CheckpointConfig, EvalConfig, Interval, LogConfig, Metric};
 pub use reference::job_markdown;

@@ -189,6 +189,7 @@ pub enum ScheduleConfig {
     /// Cosine decay to the end of the run.
     Cosine(DecaySchedule),
     Step(StepSchedule),
+    Exponential(ExponentialSchedule),
     Onecycle(OnecycleSchedule),
 }
 
@@ -199,13 +200,13 @@ impl Default for ScheduleConfig {
 }
 
 impl ScheduleConfig {
-    /// Updates of linear warm-up from 0; `onecycle` has a fraction of the run instead.
+    /// Updates of linear warm-up from 0; `onecycle` has a fraction of the run instead, `exponential` none.
     pub fn warmup_steps(&self) -> u64 {
         match self {
             Self::Constant(ConstantSchedule { warmup_steps }) => *warmup_steps,
             Self::Linear(decay) | Self::Cosine(decay) => decay.warmup_steps,
             Self::Step(step) => step.warmup_steps,
-            Self::Onecycle(_) => 0,
+            Self::Exponential(_) | Self::Onecycle(_) => 0,
         }
     }
 }
@@ -249,6 +250,25 @@ pub struct StepSchedule {
 
 fn gamma() -> f64 {
     0.1
+}
+
+/// Multiplies the rate by the same factor after every update, from one fraction of `optimizer.lr` to another. It may grow: the
+/// learning-rate range test of `trainer tune --lr` is such a schedule.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(default)]
+pub struct ExponentialSchedule {
+    /// Learning rate of the first update, as a fraction of `optimizer.lr`.
+    #[schemars(extend("exclusiveMinimum" = 0.0), range(max = 1.0))]
+    pub initial_lr_ratio: f64,
+    /// Learning rate of the last update, as a fraction of `optimizer.lr`.
+    #[schemars(extend("exclusiveMinimum" = 0.0), range(max = 1.0))]
+    pub final_lr_ratio: f64,
+}
+
+impl Default for ExponentialSchedule {
+    fn default() -> Self {
+        Self { initial_lr_ratio: 1.0, final_lr_ratio: 0.01 }
+    }
 }
 
 /// The 1cycle policy: a cosine warm-up from a low rate to `optimizer.lr`, then cosine decay far below it.

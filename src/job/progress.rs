@@ -281,10 +281,15 @@ pub struct LogConfig {
     pub every_steps: u64,
     /// Write TensorBoard files into the run's folder.
     pub tensorboard: bool,
+    /// Send parameters and metrics to the MLflow tracking server at this address, such as `http://localhost:5000`, in an
+    /// experiment of the job's `name`. A server that does not answer is a warning. `https` needs a build with
+    /// `--features https`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub mlflow: Option<String>,
 }
 
 impl Default for LogConfig {
     fn default() -> Self {
-        Self { every_steps: 10, tensorboard: true }
+        Self { every_steps: 10, tensorboard: true, mlflow: None }
     }
 }

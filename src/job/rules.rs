@@ -31,6 +31,24 @@ pub(super) fn contradictions(job: &Job, tree: &DeTable) -> Vec<SpannedError> {
             "the warm-up must end within the run".into(),
         );
     }
+    if let Some(uri) = &job.log.mlflow {
+        let host = uri.strip_prefix("http://").or_else(|| uri.strip_prefix("https://"));
+        if host
+            .is_none_or(|host| host.is_empty() || host.starts_with('/') || host.contains(char::is_whitespace))
+        {
+            report(
+                "log.mlflow",
+                format!("`log.mlflow` must be the address of an MLflow server, not \"{uri}\""),
+                "write it as \"http://localhost:5000\"; `mlflow server` starts one".into(),
+            );
+        } else if uri.starts_with("https://") && !cfg!(feature = "https") {
+            report(
+                "log.mlflow",
+                "`log.mlflow` has https, which this build does not support".into(),
+                "build with `--features https`, or use http".into(),
+            );
+        }
+    }
     if let OptimizerConfig::Sgd(sgd) = &job.optimizer
         && sgd.nesterov
         && sgd.momentum == 0.0

@@ -18,6 +18,9 @@ pub fn lr(schedule: &ScheduleConfig, peak: f64, step: u64, total: u64) -> f64 {
         }
         ScheduleConfig::Step(s) => warmup(s.warmup_steps, step)
             .unwrap_or_else(|| s.gamma.powf(((step - s.warmup_steps) / s.every_steps) as f64)),
+        ScheduleConfig::Exponential(s) => {
+            s.initial_lr_ratio * (s.final_lr_ratio / s.initial_lr_ratio).powf(progress(0, step, total))
+        }
         ScheduleConfig::Onecycle(s) => {
             let (start, end) = (1.0 / s.div, 1.0 / (s.div * s.final_div));
             let t = progress(0, step, total);
@@ -72,6 +75,9 @@ mod tests {
         assert_eq!(rates("kind = 'linear'\nwarmup_steps = 1", 5), [1.0, 1.0, 0.6667, 0.3333, 0.0]);
         assert_eq!(rates("kind = 'cosine'\nfinal_lr_ratio = 0.1", 3), [1.0, 0.55, 0.1]);
         assert_eq!(rates("kind = 'step'\nevery_steps = 2\ngamma = 0.1", 5), [1.0, 1.0, 0.1, 0.1, 0.01]);
+        assert_eq!(rates("kind = 'exponential'", 3), [1.0, 0.1, 0.01]);
+        let growth = "kind = 'exponential'\ninitial_lr_ratio = 0.001\nfinal_lr_ratio = 1.0";
+        assert_eq!(rates(growth, 4), [0.001, 0.01, 0.1, 1.0]);
         let cycle = rates("kind = 'onecycle'\nwarmup_fraction = 0.5\ndiv = 10.0\nfinal_div = 100.0", 5);
         assert_eq!(cycle, [0.1, 0.55, 1.0, 0.5005, 0.001]);
     }
@@ -83,6 +89,7 @@ mod tests {
                 "kind = 'constant'\nwarmup_steps = 7", "kind = 'linear'\nwarmup_steps = 7",
                 "kind = 'cosine'\nwarmup_steps = 7",
                 "kind = 'step'\nevery_steps = 3\nwarmup_steps = 7", "kind = 'onecycle'",
+                "kind = 'exponential'", "kind = 'exponential'\ninitial_lr_ratio = 1e-8\nfinal_lr_ratio = 1.0",
             ]),
             total in 1u64..500,
             step in 0u64..600,

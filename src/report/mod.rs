@@ -1,10 +1,12 @@
 //! Everything people see of a run: terminal, TensorBoard, plans and summaries, as renderings of its events.
 //! Errors of the run itself are not rendered here; the caller that receives them reports them.
 
+pub mod chart;
 pub mod data;
 mod event_lines;
 #[cfg(test)]
 pub(crate) mod fixtures;
+pub mod mlflow;
 pub mod plan;
 pub mod profile;
 mod progress;
@@ -14,12 +16,15 @@ mod summary;
 pub mod tensorboard;
 pub mod terminal;
 pub(crate) mod text;
+pub mod tune;
 pub mod verify;
 
+pub use mlflow::Mlflow;
 pub use reference::events_markdown;
 pub use scan_progress::ScanProgress;
 pub use tensorboard::TensorBoard;
 pub use terminal::Terminal;
+pub use text::number;
 
 /// Breaks lines to the width of a terminal; leaves them as they are elsewhere.
 pub fn fit_terminal(lines: Vec<String>, terminal: &console::Term) -> Vec<String> {

@@ -8,20 +8,35 @@ use std::fs::{self, File};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
+use serde_json::Value;
+
 use crate::events::Sink;
 use crate::events::event::{Event, EventRecord};
+use crate::job::{Job, job_values};
 
 /// Scalars of a run, in a folder of event files.
 pub struct TensorBoard {
     folder: PathBuf,
     /// Opened by the first record, whose time names the file.
     file: Option<File>,
+    /// The job by key, as JSON; empty without [`with_hparams`](Self::with_hparams).
+    hparams: Vec<(String, Value)>,
 }
 
 impl TensorBoard {
     /// Writes under `folder`, created if absent, beside the files of earlier sessions.
     pub fn new(folder: &Path) -> Self {
-        Self { folder: folder.to_owned(), file: None }
+        Self { folder: folder.to_owned(), file: None, hparams: Vec::new() }
+    }
+
+    /// Also writes the job for the hparams plugin, which compares runs by it.
+    pub fn with_hparams(mut self, job: &Job) -> Self {
+        let parsed = |(key, text): (String, String)| {
+            let value = serde_json::from_str(&text).unwrap_or(Value::String(text));
+            (key, value)
+        };
+        self.hparams = job_values(&job.to_json()).into_iter().map(parsed).collect();
+        self
     }
 
     fn file(&mut self, t: f64) -> io::Result<&mut File> {
@@ -51,6 +66,13 @@ impl Sink for TensorBoard {
 
     fn record(&mut self, record: &EventRecord) -> io::Result<()> {
         let payload = match &record.event {
+            Event::Started { name, .. } if !self.hparams.is_empty() => {
+                hparams_start(record.t, name, &self.hparams)
+            }
+            Event::Finished { .. } if !self.hparams.is_empty() => hparams_end(record.t, SUCCESS),
+            Event::Diverged { .. } | Event::Failed { .. } if !self.hparams.is_empty() => {
+                hparams_end(record.t, FAILURE)
+            }
             Event::Resumed { step, .. } => {
                 const START: u64 = 1;
                 let log = encode(|m| m.int(1, START));
@@ -92,6 +114,46 @@ fn scalars(t: f64, step: u64, values: &[(&str, f64)]) -> Vec<u8> {
         })
     });
     encode(|m| m.double(1, t).int(2, step).bytes(5, &summary))
+}
+
+/// How a session of the hparams plugin ended.
+const SUCCESS: u64 = 1;
+const FAILURE: u64 = 2;
+
+/// The hyperparameters of a session, as the hparams plugin reads them.
+fn hparams_start(t: f64, group: &str, hparams: &[(String, Value)]) -> Vec<u8> {
+    let start = encode(|m| {
+        let m = hparams.iter().fold(m, |m, (key, value)| {
+            m.bytes(1, &encode(|m| m.bytes(1, key.as_bytes()).bytes(2, &hparam(value))))
+        });
+        m.bytes(4, group.as_bytes()).double(5, t)
+    });
+    hparams_event(t, "_hparams_/session_start_info", &encode(|m| m.int(1, 0).bytes(3, &start)))
+}
+
+fn hparams_end(t: f64, status: u64) -> Vec<u8> {
+    let end = encode(|m| m.int(1, status).double(2, t));
+    hparams_event(t, "_hparams_/session_end_info", &encode(|m| m.int(1, 0).bytes(4, &end)))
+}
+
+/// A `google.protobuf.Value`.
+fn hparam(value: &Value) -> Vec<u8> {
+    encode(|m| match value {
+        Value::Number(number) => m.double(2, number.as_f64().unwrap_or(f64::NAN)),
+        Value::Bool(on) => m.int(4, u64::from(*on)),
+        Value::String(text) => m.bytes(3, text.as_bytes()),
+        other => m.bytes(3, other.to_string().as_bytes()),
+    })
+}
+
+/// An `Event` whose one value has only metadata, for the hparams plugin; its tensor is an empty list of floats.
+fn hparams_event(t: f64, tag: &str, content: &[u8]) -> Vec<u8> {
+    const FLOAT: u64 = 1;
+    let tensor = encode(|m| m.int(1, FLOAT).bytes(2, &encode(|m| m.bytes(2, &[]))));
+    let plugin = encode(|m| m.bytes(1, b"hparams").bytes(2, content));
+    let metadata = encode(|m| m.bytes(1, &plugin));
+    let value = encode(|m| m.bytes(1, tag.as_bytes()).bytes(8, &tensor).bytes(9, &metadata));
+    encode(|m| m.double(1, t).int(2, 0).bytes(5, &encode(|m| m.bytes(1, &value))))
 }
 
 fn masked_crc(bytes: &[u8]) -> [u8; 4] {
@@ -194,6 +256,17 @@ mod tests {
         ]
         .concat();
         assert_eq!(scalars(1.5, 300, &[("a/b", 0.25)]), expected);
+    }
+
+    #[test]
+    fn a_hyperparameter_is_encoded_to_the_byte() {
+        let start = hparams_start(2.0, "j", &[("a".into(), Value::Bool(true))]);
+        let value = [0x0a, 7, 0x0a, 1, b'a', 0x12, 2, 0x20, 1];
+        let start_info = [&value[..], &[0x22, 1, b'j', 0x29], &2f64.to_le_bytes()].concat();
+        let content = [&[0x08, 0, 0x1a, start_info.len() as u8], &start_info[..]].concat();
+        assert!(start.windows(content.len()).any(|part| part == content), "{start:?}");
+        assert_eq!(hparam(&serde_json::json!([8, 4])), [&[0x1a, 5][..], b"[8,4]"].concat());
+        assert_eq!(hparam(&0.5.into()), [&[0x11][..], &0.5f64.to_le_bytes()].concat());
     }
 
     #[test]

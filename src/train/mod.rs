@@ -12,6 +12,7 @@ pub mod fault_injection;
 mod graph_cache;
 pub mod initial_weights;
 pub mod no_graph;
+pub mod parent_death;
 mod pass_key;
 mod planning;
 pub mod postmortem;

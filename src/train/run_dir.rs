@@ -67,6 +67,11 @@ impl RunDir {
         self.root.join("checkpoints")
     }
 
+    /// The run of an MLflow server that this one is sent to.
+    pub fn mlflow(&self) -> PathBuf {
+        self.root.join("mlflow.json")
+    }
+
     pub fn tensorboard(&self) -> PathBuf {
         self.root.join("tensorboard")
     }
@@ -96,6 +101,7 @@ impl RunDir {
             self.summary(),
             self.oom(),
             self.metrics(),
+            self.mlflow(),
         ]
         .into_iter()
         .chain(SETTINGS_FILES.map(|name| self.root.join(name)))

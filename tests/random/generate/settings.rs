@@ -65,6 +65,16 @@ pub fn case(
     if draw.chance(0.7) {
         job.set("schedule", schedule(draw, if steps { updates } else { 1 }));
     }
+    let mut exponential = Draw::new(seed, "exponential schedule");
+    if exponential.chance(0.1) {
+        let mut schedule = table_of_kind("exponential");
+        for (key, value) in [("initial_lr_ratio", 0.1), ("final_lr_ratio", 0.5)] {
+            if exponential.chance(0.6) {
+                schedule.set(key, value);
+            }
+        }
+        job.set("schedule", schedule);
+    }
     if draw.chance(0.6) {
         job.set("memory", memory(draw));
     }
@@ -81,6 +91,10 @@ pub fn case(
     }
     if draw.chance(0.7) {
         log.set("tensorboard", draw.chance(0.3));
+    }
+    if Draw::new(seed, "mlflow").chance(0.05) {
+        // No server listens on this port: the run warns, and nothing else changes.
+        log.set("mlflow", "http://127.0.0.1:9");
     }
     job.set("log", log);
     let threads = scale.either(draw.pick(&[1, 2, 2, 3, 4]), 2);

@@ -1,0 +1,148 @@
+//! `log.mlflow` against a server of ours that remembers every request.
+
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::sync::{Arc, Mutex};
+
+use serde_json::{Value, json};
+
+use crate::harness::{command, finish, job_folder, read_json, trainer};
+
+const JOB: &str = "
+name = 'tracked'
+[model]
+kind = 'mlp'
+hidden = [8]
+[data]
+kind = 'shapes'
+train_samples = 64
+valid_samples = 32
+image_size = 8
+[train]
+batch_size = 8
+steps = 20
+[checkpoint]
+every_steps = 5
+[eval]
+every_steps = 10
+[log]
+every_steps = 1
+tensorboard = false
+";
+
+type Requests = Arc<Mutex<Vec<(String, Value)>>>;
+
+/// Starts the server; returns its address and what it receives: the method and the body of each request.
+fn server() -> (String, Requests) {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let (address, requests) = (listener.local_addr().unwrap(), Requests::default());
+    let received = requests.clone();
+    std::thread::spawn(move || {
+        for stream in listener.incoming().map_while(Result::ok) {
+            answer(stream, &received);
+        }
+    });
+    (format!("http://{address}"), requests)
+}
+
+fn answer(mut stream: TcpStream, requests: &Requests) {
+    let mut reader = BufReader::new(stream.try_clone().unwrap());
+    let mut line = String::new();
+    reader.read_line(&mut line).unwrap();
+    let Some(path) = line.split(' ').nth(1).map(str::to_owned) else { return };
+    let mut length = 0;
+    loop {
+        let mut header = String::new();
+        reader.read_line(&mut header).unwrap();
+        match header.trim().to_ascii_lowercase().strip_prefix("content-length:") {
+            Some(value) => length = value.trim().parse().unwrap(),
+            None if header.trim().is_empty() => break,
+            None => {}
+        }
+    }
+    let mut body = vec![0; length];
+    reader.read_exact(&mut body).unwrap();
+    let method = path.strip_prefix("/api/2.0/mlflow/").unwrap_or(&path).to_owned();
+    let mut requests = requests.lock().unwrap();
+    let is_known = requests.iter().any(|(method, _)| method == "experiments/create");
+    let reply = match method.as_str() {
+        "experiments/search" if is_known => json!({ "experiments": [{ "experiment_id": "7" }] }),
+        "experiments/create" => json!({ "experiment_id": "7" }),
+        "runs/create" => json!({ "run": { "info": { "run_id": "abc" } } }),
+        _ => json!({}),
+    };
+    requests.push((method, serde_json::from_slice(&body).unwrap()));
+    let reply = reply.to_string();
+    let head = format!(
+        "HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: {}\r\nConnection: close\r\n\r\n",
+        reply.len()
+    );
+    stream.write_all(format!("{head}{reply}").as_bytes()).unwrap();
+}
+
+fn bodies(requests: &Requests, method: &str) -> Vec<Value> {
+    let requests = requests.lock().unwrap();
+    requests.iter().filter(|(name, _)| name == method).map(|(_, body)| body.clone()).collect()
+}
+
+/// Steps of a metric, in the order sent.
+fn steps(requests: &Requests, key: &str) -> Vec<u64> {
+    let batches = bodies(requests, "runs/log-batch");
+    let metrics = batches.iter().flat_map(|body| body["metrics"].as_array().into_iter().flatten());
+    metrics.filter(|metric| metric["key"] == key).map(|metric| metric["step"].as_u64().unwrap()).collect()
+}
+
+#[test]
+fn a_resumed_run_continues_its_mlflow_run_and_sends_every_step_once() {
+    let (uri, requests) = server();
+    let folder = job_folder(JOB);
+    let set = format!("log.mlflow={uri}");
+    let fit = ["fit", "job.toml", "--run-dir", "run", "--resume", "--set", &set, "-q"];
+    trainer(folder.path(), &[&fit[..], &["--max-steps", "7"]].concat()).expect(0);
+    // Killed after step 12: its successor repeats two updates.
+    let crash = finish(command(folder.path(), &fit).env("TRAINER_FAULT_CRASH", "kill:12")).expect(0);
+    assert!(!crash.stderr.contains("mlflow"), "{}", crash.stderr);
+    assert_eq!(bodies(&requests, "runs/create").len(), 1);
+    assert_eq!(bodies(&requests, "experiments/create"), [json!({ "name": "tracked" })]);
+    assert_eq!(read_json(&folder.path().join("run/mlflow.json"))["run_id"], "abc");
+    let mut sent = steps(&requests, "train.loss");
+    sent.sort_unstable();
+    assert_eq!(sent, (1..=20).collect::<Vec<_>>());
+    assert_eq!(steps(&requests, "valid.loss").last(), Some(&20));
+    let batches = bodies(&requests, "runs/log-batch");
+    let params: Vec<&Value> =
+        batches.iter().flat_map(|body| body["params"].as_array().into_iter().flatten()).collect();
+    let value = |key: &str| {
+        params.iter().filter(|param| param["key"] == key).map(|param| &param["value"]).collect::<Vec<_>>()
+    };
+    assert_eq!(value("optimizer.kind"), ["adamw"]);
+    assert_eq!(value("model.hidden"), ["[8]"]);
+    let metric = batches.iter().find_map(|body| body["metrics"].as_array()?.first()).unwrap();
+    assert!(
+        metric["timestamp"].as_u64() > Some(1_600_000_000_000) && metric["value"].is_number(),
+        "{metric}"
+    );
+    let statuses: Vec<Value> =
+        bodies(&requests, "runs/update").iter().map(|body| body["status"].clone()).collect();
+    assert_eq!(statuses.last(), Some(&"FINISHED".into()), "{statuses:?}");
+    assert_eq!(statuses.first(), Some(&"RUNNING".into()));
+}
+
+#[test]
+fn a_server_that_is_down_is_a_warning() {
+    let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let folder = job_folder(JOB);
+    let set = format!("log.mlflow=http://127.0.0.1:{port}");
+    let done = trainer(folder.path(), &["fit", "job.toml", "--run-dir", "run", "--set", &set]).expect(0);
+    assert!(done.stderr.contains("metrics not sent"), "{}", done.stderr);
+    assert_eq!(read_json(&folder.path().join("run/summary.json"))["state"], "finished");
+    for (uri, said) in [
+        ("localhost:5000", "must be the address"),
+        ("http://", "must be the address"),
+        ("https://x", "--features https"),
+    ] {
+        let set = format!("log.mlflow={uri}");
+        let text = trainer(folder.path(), &["check", "job.toml", "--set", &set]).expect(2).stderr;
+        assert!(text.contains(said), "{text}");
+    }
+}
