@@ -5,7 +5,7 @@ use std::fs;
 use std::path::Path;
 
 /// The modules of the crate from the floor up. A module may use those before it, and itself.
-const ORDER: [&str; 20] = [
+const ORDER: [&str; 21] = [
     "base",
     "metrics",
     "job",
@@ -22,6 +22,7 @@ const ORDER: [&str; 20] = [
     "events",
     "train",
     "inference",
+    "history",
     "report",
     "cli",
     "lib",

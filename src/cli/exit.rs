@@ -7,6 +7,7 @@ use serde_json::{Value, json};
 
 use super::CommonArgs;
 use crate::data::DataError;
+use crate::history::HistoryError;
 use crate::job;
 use crate::train::Failure;
 
@@ -90,6 +91,8 @@ impl Exit {
             Exit::Usage
         } else if let Some(failure) = error.downcast_ref::<Failure>() {
             Exit::from_failure(failure)
+        } else if let Some(history) = error.downcast_ref::<HistoryError>() {
+            if matches!(history, HistoryError::Read { .. }) { Exit::Failure } else { Exit::Usage }
         } else {
             Exit::Failure
         }
@@ -163,7 +166,10 @@ fn hint(error: &anyhow::Error, resume: Option<&str>) -> Option<String> {
             Some(command) => failure.hint().map(|hint| format!("{hint}, then resume with `{command}`")),
             None => failure.hint(),
         },
-        None => error.downcast_ref::<CliError>()?.hint.clone(),
+        None => match error.downcast_ref::<HistoryError>() {
+            Some(history) => history.hint(),
+            None => error.downcast_ref::<CliError>()?.hint.clone(),
+        },
     }
 }
 

@@ -251,7 +251,7 @@ fn shell_quoted(word: &str) -> String {
 }
 
 /// Parent directory of runs without `--run-dir`.
-const RUNS_DIR: &str = "runs";
+pub const RUNS_DIR: &str = "runs";
 
 /// Names a new run by its start time.
 fn timestamp() -> String {

@@ -4,6 +4,7 @@
 //! no training: a command builds options and calls one function.
 
 mod check;
+mod compare;
 mod completions;
 mod eval;
 pub mod exit;
@@ -14,6 +15,7 @@ mod init;
 pub mod plan;
 mod predict;
 mod probe;
+mod runs;
 mod schema;
 mod verify;
 
@@ -155,6 +157,8 @@ pub enum Command {
     Check(check::CheckArgs),
     Plan(plan::PlanArgs),
     Fit(fit::FitArgs),
+    Runs(runs::RunsArgs),
+    Compare(compare::CompareArgs),
     Eval(eval::EvalArgs),
     Predict(predict::PredictArgs),
     Generate(generate::GenerateArgs),
@@ -265,6 +269,8 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> Exit {
     let result = match &cli.command {
         Command::Fit(fit) => fit.run(common),
         Command::Plan(plan) => plan.run(common),
+        Command::Runs(runs) => runs.run(common),
+        Command::Compare(compare) => compare.run(common),
         Command::Check(check) => check.run(common),
         Command::Verify(verify) => verify.run(common),
         Command::Eval(eval) => eval.run(common),

@@ -66,11 +66,7 @@ impl Job {
 
     /// As [`structural_changes`](Self::structural_changes), since the job whose resolved JSON was `before`.
     pub fn structural_changes_since(&self, before: &serde_json::Value) -> Vec<JobChange> {
-        // A key that an earlier version did not have has its default.
-        let with_defaults = serde_json::from_value::<Job>(before.clone()).map(|job| leaves(&job.to_json()));
-        let stated = leaves(before);
-        let before: BTreeMap<String, String> =
-            with_defaults.unwrap_or_default().into_iter().chain(stated).collect();
+        let before = job_values(before);
         let after = leaves(&self.to_json());
         let samples = |job: &BTreeMap<String, String>| {
             let of = |key: &str| job.get(key).and_then(|value| value.parse::<u64>().ok()).unwrap_or(1);
@@ -103,6 +99,13 @@ impl JobChange {
         };
         PATH_KEYS.contains(&self.key.as_str()) && is_path(&self.was) && is_path(&self.now)
     }
+}
+
+/// Every value of a job of any version, as JSON, by its dotted key. A key that an earlier version did not have has its
+/// default.
+pub fn job_values(stated: &serde_json::Value) -> BTreeMap<String, String> {
+    let with_defaults = serde_json::from_value::<Job>(stated.clone()).map(|job| leaves(&job.to_json()));
+    with_defaults.unwrap_or_default().into_iter().chain(leaves(stated)).collect()
 }
 
 /// Every value of a resolved job by its dotted key; renamed keys have their new name.

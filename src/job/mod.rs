@@ -30,7 +30,7 @@ mod transformer;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-pub use change::JobChange;
+pub use change::{JobChange, job_values};
 pub use data::{
     AugmentConfig, CategoryEncoding, ChatFormat, ChatLoss, ColumnsConfig, Comment, CsvConfig, DataConfig,
     Dates, Decimal, Delimiter, Encoding, FilesConfig, Fold, IdxConfig, ImageFit, ImagesConfig, JsonConfig,

@@ -8,6 +8,7 @@ pub(crate) mod fixtures;
 pub mod plan;
 mod progress;
 mod reference;
+pub mod runs;
 mod scan_progress;
 mod summary;
 pub mod tensorboard;
