@@ -15,6 +15,7 @@ mod init;
 pub mod plan;
 mod predict;
 mod probe;
+mod report;
 mod runs;
 mod schema;
 mod verify;
@@ -51,6 +52,11 @@ First steps:
   trainer plan job.toml                    how much memory it takes, and whether it fits
   trainer fit job.toml                     train it; Ctrl-C stops it with a checkpoint
   trainer fit job.toml --resume            continue the last run
+
+What happened (RUN as below):
+  trainer runs                             every run: its state, best metric, time and memory
+  trainer compare RUN RUN                  what differs in the jobs and the results
+  trainer report RUN -o report.html        curves, memory and the plan as a page
 
 With a trained model (RUN is a folder such as runs/job/20260101-000000):
   trainer eval RUN                         its metrics
@@ -159,6 +165,7 @@ pub enum Command {
     Fit(fit::FitArgs),
     Runs(runs::RunsArgs),
     Compare(compare::CompareArgs),
+    Report(report::ReportArgs),
     Eval(eval::EvalArgs),
     Predict(predict::PredictArgs),
     Generate(generate::GenerateArgs),
@@ -271,6 +278,7 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> Exit {
         Command::Plan(plan) => plan.run(common),
         Command::Runs(runs) => runs.run(common),
         Command::Compare(compare) => compare.run(common),
+        Command::Report(report) => report.run(common),
         Command::Check(check) => check.run(common),
         Command::Verify(verify) => verify.run(common),
         Command::Eval(eval) => eval.run(common),

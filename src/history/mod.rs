@@ -7,9 +7,13 @@
 mod differences;
 mod event_reader;
 mod order;
+pub mod run_history;
 mod run_record;
+mod thin;
 
 pub use differences::{Difference, differences};
 pub use event_reader::{EventReader, SkippedLines};
 pub use order::{SortKey, sort};
+pub use run_history::{Moment, PlannedPeak, RunHistory};
 pub use run_record::{HistoryError, RecordedState, RunRecord, find_runs};
+pub use thin::{Curve, Point};

@@ -90,8 +90,16 @@ impl RunRecord {
     /// A run by what is known of it; its job is unknown.
     pub fn new(root: PathBuf, summary: Summary) -> Self {
         let folder = RunDir::new(root);
-        let state = match summary.state {
-            RunState::Unfinished if RunLock::is_held(&folder) => RecordedState::Running,
+        let state = RecordedState::Killed;
+        let mut run = Self { folder, state, summary, skipped: SkippedLines::default(), job: BTreeMap::new() };
+        run.update_state();
+        run
+    }
+
+    /// Derives the state from the summary and the lock.
+    pub(super) fn update_state(&mut self) {
+        self.state = match self.summary.state {
+            RunState::Unfinished if RunLock::is_held(&self.folder) => RecordedState::Running,
             RunState::Unfinished => RecordedState::Killed,
             RunState::Interrupted => RecordedState::Interrupted,
             RunState::Diverged => RecordedState::Diverged,
@@ -99,7 +107,6 @@ impl RunRecord {
             RunState::Stopped => RecordedState::Stopped,
             RunState::Finished => RecordedState::Finished,
         };
-        Self { folder, state, summary, skipped: SkippedLines::default(), job: BTreeMap::new() }
     }
 
     /// Reads the run in a folder.
@@ -188,7 +195,7 @@ fn modified(path: &Path) -> Option<SystemTime> {
     fs::metadata(path).and_then(|about| about.modified()).ok()
 }
 
-fn read_job(folder: &RunDir) -> BTreeMap<String, String> {
+pub(super) fn read_job(folder: &RunDir) -> BTreeMap<String, String> {
     let text = fs::read_to_string(folder.job()).unwrap_or_default();
     toml::from_str::<serde_json::Value>(&text).map(|job| job_values(&job)).unwrap_or_default()
 }

@@ -281,10 +281,13 @@ pub struct LogConfig {
     pub every_steps: u64,
     /// Write TensorBoard files into the run's folder.
     pub tensorboard: bool,
+    /// Write `report.html` into the run's folder at its end, if that takes less than a second; `trainer report` writes it at
+    /// any time.
+    pub report: bool,
 }
 
 impl Default for LogConfig {
     fn default() -> Self {
-        Self { every_steps: 10, tensorboard: true }
+        Self { every_steps: 10, tensorboard: true, report: true }
     }
 }

@@ -82,6 +82,11 @@ pub fn case(
     if draw.chance(0.7) {
         log.set("tensorboard", draw.chance(0.3));
     }
+    // Drawn apart, so that the jobs of all seeds stay the same.
+    let mut reports = Draw::new(seed, "report");
+    if reports.chance(0.5) {
+        log.set("report", reports.chance(0.5));
+    }
     job.set("log", log);
     let threads = scale.either(draw.pick(&[1, 2, 2, 3, 4]), 2);
     GeneratedJob { seed, job, files, threads, needs_initial_weights: begins_with_weights, disturbance: trial }
