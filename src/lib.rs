@@ -12,6 +12,7 @@ pub mod cli;
 pub mod data;
 pub mod events;
 pub mod graph;
+pub mod history;
 pub mod inference;
 pub mod job;
 pub mod kernels;

@@ -5,7 +5,7 @@ use std::fs;
 use std::path::Path;
 
 /// The modules of the crate from the floor up. A module may use those before it, and itself.
-const ORDER: [&str; 21] = [
+const ORDER: [&str; 22] = [
     "base",
     "metrics",
     "job",
@@ -23,6 +23,7 @@ const ORDER: [&str; 21] = [
     "train",
     "inference",
     "tune",
+    "history",
     "report",
     "cli",
     "lib",

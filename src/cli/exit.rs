@@ -7,6 +7,7 @@ use serde_json::{Value, json};
 
 use super::CommonArgs;
 use crate::data::DataError;
+use crate::history::HistoryError;
 use crate::job;
 use crate::train::Failure;
 use crate::tune::SpaceError;
@@ -91,6 +92,8 @@ impl Exit {
             Exit::Usage
         } else if let Some(failure) = error.downcast_ref::<Failure>() {
             Exit::from_failure(failure)
+        } else if let Some(history) = error.downcast_ref::<HistoryError>() {
+            if matches!(history, HistoryError::Read { .. }) { Exit::Failure } else { Exit::Usage }
         } else {
             Exit::Failure
         }
@@ -164,9 +167,10 @@ fn hint(error: &anyhow::Error, resume: Option<&str>) -> Option<String> {
             Some(command) => failure.hint().map(|hint| format!("{hint}, then resume with `{command}`")),
             None => failure.hint(),
         },
-        None => match error.downcast_ref::<SpaceError>() {
-            Some(error) => Some(error.hint().into()),
-            None => error.downcast_ref::<CliError>()?.hint.clone(),
+        None => match (error.downcast_ref::<SpaceError>(), error.downcast_ref::<HistoryError>()) {
+            (Some(error), _) => Some(error.hint().into()),
+            (None, Some(error)) => error.hint(),
+            (None, None) => error.downcast_ref::<CliError>()?.hint.clone(),
         },
     }
 }

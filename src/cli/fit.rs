@@ -5,6 +5,7 @@ use std::fmt::Display;
 use std::io::{self, IsTerminal};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
+use std::time::Duration;
 
 use clap::Args;
 
@@ -15,7 +16,7 @@ use crate::job::Job;
 use crate::memory::pressure::PressureMonitor;
 use crate::memory::{alloc_failure, probe};
 use crate::planner::budget;
-use crate::report::{DisplayOptions, Mlflow, TensorBoard, Terminal};
+use crate::report::{DisplayOptions, Mlflow, TensorBoard, Terminal, html};
 use crate::train::fault_injection::{FaultHooks, InjectedCrashes};
 use crate::train::run::{RunOptions, RunOutcome};
 use crate::train::run_dir::{RequestedRun, RunDir};
@@ -40,7 +41,7 @@ Examples:
 Ctrl-C finishes the update and writes a checkpoint; a second Ctrl-C leaves at once. In both cases the run can be \
 resumed, and ends with the same weights as if nothing had happened.
 
-A run's folder has checkpoints/, events.jsonl, metrics.jsonl, summary.json, and tensorboard/.")]
+A run's folder has checkpoints/, events.jsonl, metrics.jsonl, summary.json, report.html, and tensorboard/.")]
 pub struct FitArgs {
     #[command(flatten)]
     pub job: JobFile,
@@ -92,8 +93,12 @@ impl FitArgs {
             && let Some((folder, owner)) = &run_lock
         {
             owner.share_with_children()?;
-            let code = train::supervisor::supervise(folder, self.resume.is_some(), job.memory.max_retries)?;
-            return Ok(Exit::Worker(code as u8));
+            let code = train::supervisor::supervise(folder, self.resume.is_some(), job.memory.max_retries);
+            // Not in the worker, whose memory is planned.
+            if job.log.report && !matches!(code, Ok(code) if code == i32::from(Exit::Usage.code())) {
+                write_report(folder, common.quiet);
+            }
+            return Ok(Exit::Worker(code? as u8));
         }
         let run_dir = run_lock.as_ref().map(|(folder, _)| folder.root.clone());
         start_threads()?;
@@ -140,7 +145,7 @@ impl FitArgs {
                     .map_or(0, |Bytes(bytes)| bytes as usize),
             },
         };
-        let logged = job.clone();
+        let (logged, report) = (job.clone(), job.log.report);
         let json = common.json;
         let make_reporter = |folder: &RunDir, resumed: bool| {
             let history = match resumed && folder.events().exists() {
@@ -167,6 +172,9 @@ impl FitArgs {
         // Run on a pool thread, so that a kernel hands work to the other workers instead of waking the pool from
         // outside.
         let outcome = rayon::scope(|_| train::run::fit(job, options, make_reporter));
+        if let Some((folder, _)) = run_lock.as_ref().filter(|_| report) {
+            write_report(folder, common.quiet);
+        }
         match outcome {
             Ok(RunOutcome::Done) => Ok(Exit::Done),
             Ok(RunOutcome::Stopped(Signal::Interrupt)) => Ok(Exit::Sigint),
@@ -244,6 +252,30 @@ impl FitArgs {
                 owner => return Ok((folder, owner?)),
             }
         }
+    }
+}
+
+/// What writing `report.html` at the end of a run may take.
+const REPORT_LIMIT: Duration = Duration::from_secs(1);
+
+/// Writes `report.html` into the folder of a run that has ended. A failure is a warning: the run is complete without it.
+fn write_report(folder: &RunDir, quiet: bool) {
+    if !folder.events().exists() {
+        return;
+    }
+    let path = folder.report();
+    match html::read(&[&folder.root], Some(REPORT_LIMIT)) {
+        Ok(Some(runs)) => {
+            if let Err(error) = html::write_file(&path, &runs) {
+                eprintln!("warning: cannot write `{}`: {error}", path.display());
+            }
+        }
+        Ok(None) if quiet => {}
+        Ok(None) => {
+            let run = shell_quoted(&folder.root.to_string_lossy());
+            eprintln!("report   the run is long: `trainer report {run}` draws it");
+        }
+        Err(error) => eprintln!("warning: `{}` is not written: {error}", path.display()),
     }
 }
 

@@ -4,6 +4,7 @@
 //! no training: a command builds options and calls one function.
 
 mod check;
+mod compare;
 mod completions;
 mod eval;
 pub mod exit;
@@ -15,6 +16,8 @@ pub mod plan;
 mod predict;
 mod probe;
 mod profile;
+mod report;
+mod runs;
 mod schema;
 mod tune;
 mod verify;
@@ -52,6 +55,11 @@ First steps:
   trainer fit job.toml                     train it; Ctrl-C stops it with a checkpoint
   trainer fit job.toml --resume            continue the last run
   trainer tune job.toml --set KEY=A,B      train with several settings, and compare
+
+What happened (RUN as below):
+  trainer runs                             every run: its state, best metric, time and memory
+  trainer compare RUN RUN                  what differs in the jobs and the results
+  trainer report RUN -o report.html        curves, memory and the plan as a page
 
 With a trained model (RUN is a folder such as runs/job/20260101-000000):
   trainer eval RUN                         its metrics
@@ -159,6 +167,9 @@ pub enum Command {
     Plan(plan::PlanArgs),
     Fit(fit::FitArgs),
     Tune(tune::TuneArgs),
+    Runs(runs::RunsArgs),
+    Compare(compare::CompareArgs),
+    Report(report::ReportArgs),
     Eval(eval::EvalArgs),
     Predict(predict::PredictArgs),
     Generate(generate::GenerateArgs),
@@ -271,6 +282,9 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> Exit {
         Command::Fit(fit) => fit.run(common),
         Command::Tune(tune) => tune.run(common),
         Command::Plan(plan) => plan.run(common),
+        Command::Runs(runs) => runs.run(common),
+        Command::Compare(compare) => compare.run(common),
+        Command::Report(report) => report.run(common),
         Command::Check(check) => check.run(common),
         Command::Verify(verify) => verify.run(common),
         Command::Profile(profile) => profile.run(common),

@@ -286,10 +286,13 @@ pub struct LogConfig {
     /// `--features https`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub mlflow: Option<String>,
+    /// Write `report.html` into the run's folder at its end, if that takes less than a second; `trainer report` writes it at
+    /// any time.
+    pub report: bool,
 }
 
 impl Default for LogConfig {
     fn default() -> Self {
-        Self { every_steps: 10, tensorboard: true, mlflow: None }
+        Self { every_steps: 10, tensorboard: true, mlflow: None, report: true }
     }
 }

@@ -19,6 +19,15 @@ pub(super) struct RunView<'a> {
     pub resume: Option<&'a str>,
 }
 
+/// One line about an event by itself.
+pub(super) fn explain(event: &Event) -> String {
+    let (progress, summary) = (RunProgress::default(), Summary::default());
+    let display = DisplayOptions { verbosity: Verbosity::Verbose, ..DisplayOptions::default() };
+    let lines = RunView { display, progress: &progress, summary: &summary, resume: None }.lines(event);
+    let words: Vec<&str> = lines.iter().flat_map(|line| line.split_whitespace()).collect();
+    words.join(" ")
+}
+
 impl RunView<'_> {
     pub fn lines(&self, event: &Event) -> Vec<String> {
         let paint = AnsiStyle { color: self.display.color };

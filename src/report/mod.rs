@@ -1,4 +1,4 @@
-//! Everything people see of a run: terminal, TensorBoard, plans and summaries, as renderings of its events.
+//! Everything people see of a run: terminal, TensorBoard, `report.html`, plans and summaries, as renderings of its events.
 //! Errors of the run itself are not rendered here; the caller that receives them reports them.
 
 pub mod chart;
@@ -6,12 +6,15 @@ pub mod data;
 mod event_lines;
 #[cfg(test)]
 pub(crate) mod fixtures;
+pub mod html;
 pub mod mlflow;
 pub mod plan;
 pub mod profile;
 mod progress;
 mod reference;
+pub mod runs;
 mod scan_progress;
+mod sentence;
 mod summary;
 pub mod tensorboard;
 pub mod terminal;

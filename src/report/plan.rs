@@ -59,6 +59,17 @@ pub fn lines(plan: &MemoryPlan, display: DisplayOptions) -> Vec<String> {
     out
 }
 
+/// The verdict, the execution plan and how it differs from the job as written.
+pub fn summary_lines(plan: &MemoryPlan) -> Vec<String> {
+    let mut out = vec![verdict_line(plan, AnsiStyle::default()), execution_line(plan)];
+    out.extend(disk_line(plan));
+    if plan.verdict != PlanVerdict::DoesNotFit {
+        out.extend(adjustment_table(plan));
+    }
+    out.extend(plan.advice.as_ref().map(|advice| format!("hint: {advice}")));
+    out
+}
+
 /// `plan   fits: 212 MiB of 22.1 GiB ram at the peak, in backward`.
 fn verdict_line(plan: &MemoryPlan, paint: AnsiStyle) -> String {
     let verdict = match plan.verdict {

@@ -76,6 +76,11 @@ impl RunDir {
         self.root.join("tensorboard")
     }
 
+    /// The run as a page.
+    pub fn report(&self) -> PathBuf {
+        self.root.join("report.html")
+    }
+
     fn contains_run(&self) -> bool {
         let has_checkpoints = || !Checkpoints::new(self.checkpoints()).steps().is_empty();
         self.job().exists() || self.events().exists() || has_checkpoints()
@@ -102,6 +107,7 @@ impl RunDir {
             self.oom(),
             self.metrics(),
             self.mlflow(),
+            self.report(),
         ]
         .into_iter()
         .chain(SETTINGS_FILES.map(|name| self.root.join(name)))

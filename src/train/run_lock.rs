@@ -18,7 +18,7 @@ impl RunLock {
     /// Locks the directory, creating it if absent; the error names the owner's pid.
     pub fn acquire(folder: &RunDir) -> Result<Self, Failure> {
         fs::create_dir_all(&folder.root).map_err(Failure::io("create the folder", &folder.root))?;
-        let path = folder.root.join("lock");
+        let path = folder.root.join(LOCK_FILE);
         let failed = |source| Failure::Io { what: "lock", path: path.clone(), source };
         let mut retries = GRACE_PERIOD.as_millis() / RETRY_INTERVAL.as_millis();
         loop {
@@ -52,6 +52,12 @@ impl RunLock {
         }
     }
 
+    /// Whether a process works on the run now. Takes nothing: the shared lock that it tries is released at once.
+    pub fn is_held(folder: &RunDir) -> bool {
+        let file = File::open(folder.root.join(LOCK_FILE));
+        file.is_ok_and(|file| matches!(file.try_lock_shared(), Err(TryLockError::WouldBlock)))
+    }
+
     /// Lets child processes inherit the lock: a worker holds it until it exits, even if the supervisor dies first.
     #[cfg(unix)]
     pub fn share_with_children(&self) -> Result<(), Failure> {
@@ -59,6 +65,9 @@ impl RunLock {
         rustix::io::fcntl_setfd(&self.file, flags).map_err(|e| Failure::io("lock", &self.path)(e.into()))
     }
 }
+
+/// Name of the file in the run's directory; it holds the owner's pid.
+const LOCK_FILE: &str = "lock";
 
 /// How long a worker may take to exit after its supervisor was killed.
 const GRACE_PERIOD: Duration = Duration::from_secs(10);
@@ -104,6 +113,7 @@ mod tests {
         let home = tempfile::tempdir().unwrap();
         let folder = RunDir::new(home.path().join("run"));
         let first = RunLock::acquire(&folder).unwrap();
+        assert!(RunLock::is_held(&folder));
         match RunLock::acquire(&folder) {
             Err(Failure::Locked { pid, .. }) => assert_eq!(pid, Some(std::process::id())),
             other => panic!("{:?}", other.err()),
@@ -113,6 +123,7 @@ mod tests {
         // A file left by a killed owner does not lock anyone out.
         fs::create_dir(&folder.root).unwrap();
         fs::write(folder.root.join("lock"), "1\n").unwrap();
+        assert!(!RunLock::is_held(&folder));
         fs::write(folder.root.join("job.toml"), "").unwrap();
         drop(RunLock::acquire(&folder).unwrap());
         assert!(folder.root.exists() && !folder.root.join("lock").exists());

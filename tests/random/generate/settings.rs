@@ -96,6 +96,11 @@ pub fn case(
         // No server listens on this port: the run warns, and nothing else changes.
         log.set("mlflow", "http://127.0.0.1:9");
     }
+    // Drawn apart, so that the jobs of all seeds stay the same.
+    let mut reports = Draw::new(seed, "report");
+    if reports.chance(0.5) {
+        log.set("report", reports.chance(0.5));
+    }
     job.set("log", log);
     let threads = scale.either(draw.pick(&[1, 2, 2, 3, 4]), 2);
     GeneratedJob { seed, job, files, threads, needs_initial_weights: begins_with_weights, disturbance: trial }

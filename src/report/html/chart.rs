@@ -1,0 +1,359 @@
+//! One chart: an SVG that reads without a script, and its points as JSON for hovering, zooming and other axes.
+
+use plotters::coord::Shift;
+use plotters::prelude::*;
+use plotters::style::text_anchor::{HPos, Pos, VPos};
+use serde_json::json;
+
+use super::escape;
+use crate::history::Point;
+use crate::report::text;
+
+/// Size in pixels. Pages show it at about half of that, so that whole pixels are fine enough.
+const SIZE: (u32, u32) = (960, 520);
+/// Room for the labels of the axes, and of the curves at the right.
+const LEFT: i32 = 130;
+const BOTTOM: i32 = 50;
+const RIGHT: i32 = 170;
+const TOP: i32 = 14;
+/// Height of a line of text.
+const LINE: i32 = 28;
+
+/// What a value is, which decides how it is written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Unit {
+    Number,
+    Percent,
+    Bytes,
+    PerSecond,
+}
+
+impl Unit {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Number => "number",
+            Self::Percent => "percent",
+            Self::Bytes => "bytes",
+            Self::PerSecond => "rate",
+        }
+    }
+
+    fn format(self, value: f64) -> String {
+        match self {
+            Self::Number => short_number(value),
+            Self::Percent => format!("{value:.1} %"),
+            Self::Bytes => text::bytes(value.max(0.0) as u64),
+            Self::PerSecond => short_number(value),
+        }
+    }
+}
+
+/// Three significant digits.
+fn short_number(value: f64) -> String {
+    match value.abs() {
+        0.0 => "0".into(),
+        a if (1e-3..1e4).contains(&a) => {
+            let digits = (2 - a.log10().floor() as i32).clamp(0, 5) as usize;
+            let text = format!("{value:.digits$}");
+            match text.contains('.') {
+                true => text.trim_end_matches('0').trim_end_matches('.').to_owned(),
+                false => text,
+            }
+        }
+        a if (1e4..1e15).contains(&a) => {
+            let (unit, name) = [(1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")]
+                .into_iter()
+                .find(|(unit, _)| a >= *unit)
+                .unwrap_or((1.0, ""));
+            format!("{}{name}", (value / unit * 10.0).round() / 10.0)
+        }
+        _ => format!("{value:.1e}"),
+    }
+}
+
+/// How a curve looks, with or without colour.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Style {
+    /// Of every update: a line that can be smoothed.
+    Updates,
+    /// Of evaluations: a line with a marker at each.
+    Evaluations,
+    /// As [`Evaluations`](Self::Evaluations), dotted.
+    TrainEvaluations,
+    /// A plan or a budget: dashed.
+    Limit,
+}
+
+impl Style {
+    fn class(self) -> &'static str {
+        match self {
+            Self::Updates => "updates",
+            Self::Evaluations => "evals",
+            Self::TrainEvaluations => "evals train",
+            Self::Limit => "limit",
+        }
+    }
+}
+
+pub struct Series {
+    /// Number of the run.
+    pub run: usize,
+    pub label: String,
+    pub style: Style,
+    pub points: Vec<Point>,
+}
+
+/// Something to mark on the axis of steps, explained when pointed at.
+pub struct Mark {
+    pub run: usize,
+    pub at: Point,
+    pub symbol: &'static str,
+    pub text: String,
+}
+
+pub struct Chart {
+    pub title: String,
+    pub unit: Unit,
+    pub from_zero: bool,
+    pub series: Vec<Series>,
+    pub marks: Vec<Mark>,
+    /// Below the chart.
+    pub note: Option<String>,
+}
+
+impl Chart {
+    /// The chart as a figure.
+    pub fn html(&self) -> Result<String, std::io::Error> {
+        let ((x0, x1), (y0, y1)) = self.ranges();
+        let mut svg = String::new();
+        let draw = |svg: &mut String| -> Result<(), DrawingAreaErrorKind<std::io::Error>> {
+            let area = SVGBackend::with_string(svg, SIZE).into_drawing_area();
+            let mut chart = ChartBuilder::on(&area)
+                .margin_top(TOP)
+                .margin_right(RIGHT)
+                .x_label_area_size(BOTTOM)
+                .y_label_area_size(LEFT)
+                .build_cartesian_2d(x0..x1, y0..y1)?;
+            chart
+                .configure_mesh()
+                .disable_x_mesh()
+                .light_line_style(TRANSPARENT)
+                .x_labels(5)
+                .y_labels(5)
+                .label_style(("sans-serif", LINE))
+                .x_label_formatter(&|x| short_number(*x))
+                .y_label_formatter(&|y| self.unit.format(*y))
+                .draw()?;
+            self.draw_labels(&area, (y0, y1))?;
+            for series in &self.series {
+                let points = series.points.iter().map(|point| (point.step as f64, point.value));
+                chart.draw_series(LineSeries::new(points, BLACK.stroke_width(3)))?;
+            }
+            area.present()
+        };
+        draw(&mut svg).map_err(std::io::Error::other)?;
+        let svg = self.with_classes(&svg);
+        let title = escape(&self.title);
+        let note = self.note.as_deref().map(|note| format!("<p class=note>{}</p>", escape(note)));
+        Ok(format!(
+            "<figure class=chart><figcaption>{title}</figcaption>{svg}{}\
+             <script type=\"application/json\">{}</script></figure>\n",
+            note.unwrap_or_default(),
+            super::json_text(&self.json((x0, x1), (y0, y1)))
+        ))
+    }
+
+    /// Ranges of steps and of values, never empty.
+    fn ranges(&self) -> ((f64, f64), (f64, f64)) {
+        let points = || self.series.iter().flat_map(|series| &series.points);
+        let range = |values: &mut dyn Iterator<Item = f64>| {
+            let (low, high) =
+                values.fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), x| (low.min(x), high.max(x)));
+            if low <= high { (low, high) } else { (0.0, 1.0) }
+        };
+        let (x0, x1) = range(&mut points().map(|point| point.step as f64));
+        let (y0, y1) = range(&mut points().map(|point| point.value));
+        let margin = if y1 > y0 { 0.04 * (y1 - y0) } else { (y1.abs() * 0.1).max(1e-12) };
+        let y0 = if self.from_zero { 0.0 } else { y0 - margin };
+        ((x0, if x1 > x0 { x1 } else { x0 + 1.0 }), (y0, y1 + margin))
+    }
+
+    /// The rectangle of the curves: left, top, right, bottom.
+    fn rect() -> [i32; 4] {
+        [LEFT, TOP, SIZE.0 as i32 - RIGHT, SIZE.1 as i32 - BOTTOM]
+    }
+
+    /// The label of each curve beside its last point, moved down where it would cover another.
+    fn draw_labels(
+        &self,
+        area: &DrawingArea<SVGBackend, Shift>,
+        (y0, y1): (f64, f64),
+    ) -> Result<(), DrawingAreaErrorKind<std::io::Error>> {
+        let [_, top, right, bottom] = Self::rect();
+        let place = |series: &Series| {
+            let value = series.points.last().map_or(y0, |point| point.value);
+            top + ((y1 - value) / (y1 - y0) * f64::from(bottom - top)) as i32
+        };
+        let wanted: Vec<i32> = self.series.iter().map(place).collect();
+        let style = ("sans-serif", LINE).into_text_style(area).pos(Pos::new(HPos::Left, VPos::Center));
+        for (series, y) in self.series.iter().zip(spread(&wanted, LINE, top, bottom)) {
+            area.draw(&Text::new(series.label.clone(), (right + 10, y), style.clone()))?;
+        }
+        Ok(())
+    }
+
+    /// Names the elements for the stylesheet and the script, and adds the marks.
+    fn with_classes(&self, svg: &str) -> String {
+        let count = self.series.len();
+        let mut lines: Vec<usize> = svg.rmatch_indices("<polyline ").map(|(at, _)| at).take(count).collect();
+        lines.reverse();
+        let mut texts: Vec<usize> = svg.match_indices("<text ").map(|(at, _)| at).collect();
+        let labels = texts.split_off(texts.len().saturating_sub(count));
+        let mut insertions: Vec<(usize, String)> = Vec::new();
+        for ((series, line), label) in self.series.iter().zip(&lines).zip(&labels) {
+            let alone = if series.points.len() == 1 { " evals" } else { "" };
+            let class = format!("r{} {}{alone}", series.run, series.style.class());
+            insertions.push((line + "<polyline".len(), format!(" class=\"s {class}\"")));
+            insertions.push((label + "<text".len(), format!(" class=\"label r{}\"", series.run)));
+        }
+        insertions.sort_unstable_by_key(|(at, _)| *at);
+        let (mut out, mut from) = (String::with_capacity(svg.len() + 4096), 0);
+        for (at, text) in insertions {
+            out += &svg[from..at];
+            out += &text;
+            from = at;
+        }
+        let rest = svg[from..].trim_end();
+        out += rest.strip_suffix("</svg>").unwrap_or(rest);
+        out += &self.marks_svg();
+        out += "</svg>";
+        let size = format!("width=\"{}\" height=\"{}\" ", SIZE.0, SIZE.1);
+        out.replacen(&size, &format!("role=img aria-label=\"{}\" ", escape(&self.title)), 1)
+    }
+
+    fn marks_svg(&self) -> String {
+        let ((x0, x1), _) = self.ranges();
+        let [left, top, right, bottom] = Self::rect();
+        let mark = |mark: &Mark| {
+            let fraction = ((mark.at.step as f64 - x0) / (x1 - x0)).clamp(0.0, 1.0);
+            let x = f64::from(left) + fraction * f64::from(right - left);
+            format!(
+                "<g class=\"mark r{}\" transform=\"translate({x:.1},0)\"><title>{}</title>\
+                 <line y1=\"{top}\" y2=\"{bottom}\"/><text y=\"{}\" text-anchor=\"middle\">{}</text></g>",
+                mark.run,
+                escape(&mark.text),
+                top + LINE - 4,
+                mark.symbol
+            )
+        };
+        self.marks.iter().map(mark).collect()
+    }
+
+    fn json(&self, x: (f64, f64), y: (f64, f64)) -> serde_json::Value {
+        let columns = |points: &[Point]| {
+            let time = |point: &Point| (point.time * 1e3).round() / 1e3;
+            json!({
+                "step": points.iter().map(|point| point.step).collect::<Vec<_>>(),
+                "samples": points.iter().map(|point| point.samples).collect::<Vec<_>>(),
+                "time": points.iter().map(time).collect::<Vec<_>>(),
+            })
+        };
+        let series = |series: &Series| {
+            let mut columns = columns(&series.points);
+            columns["run"] = json!(series.run);
+            columns["label"] = json!(series.label);
+            columns["smooth"] = json!(series.style == Style::Updates);
+            columns["value"] = series.points.iter().map(|point| number(point.value)).collect();
+            columns
+        };
+        let mark = |mark: &Mark| {
+            let at = mark.at;
+            json!({ "run": mark.run, "step": at.step, "samples": at.samples, "time": at.time, "text": mark.text })
+        };
+        json!({
+            "unit": self.unit.name(),
+            "zero": self.from_zero,
+            "rect": Self::rect(),
+            "x": [x.0, x.1],
+            "y": [y.0, y.1],
+            "series": self.series.iter().map(series).collect::<Vec<_>>(),
+            "marks": self.marks.iter().map(mark).collect::<Vec<_>>(),
+        })
+    }
+}
+
+/// A value as short as it is exact.
+fn number(value: f64) -> serde_json::Value {
+    match value.fract() == 0.0 && value.abs() < 2f64.powi(53) {
+        true => json!(value as i64),
+        false => json!(value),
+    }
+}
+
+/// Moves positions apart by at least `gap`, in their order, between `low` and `high`.
+fn spread(wanted: &[i32], gap: i32, low: i32, high: i32) -> Vec<i32> {
+    let mut order: Vec<usize> = (0..wanted.len()).collect();
+    order.sort_by_key(|at| (wanted[*at], *at));
+    let mut placed = vec![0; wanted.len()];
+    let mut next = low;
+    for at in &order {
+        placed[*at] = wanted[*at].max(next);
+        next = placed[*at] + gap;
+    }
+    let mut limit = high;
+    for at in order.iter().rev() {
+        placed[*at] = placed[*at].min(limit);
+        limit = placed[*at] - gap;
+    }
+    placed
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn chart() -> Chart {
+        let point = |step: u64, value| Point { step, samples: 8 * step, time: step as f64 / 3.0, value };
+        let series = |label: &str, style, points| Series { run: 0, label: label.into(), style, points };
+        Chart {
+            title: "a <loss>".into(),
+            unit: Unit::Number,
+            from_zero: false,
+            series: vec![
+                series("each", Style::Updates, vec![point(1, 0.1 + 0.2), point(2, 0.5), point(9, 4.0)]),
+                series("valid", Style::Evaluations, vec![point(9, 0.25)]),
+            ],
+            marks: vec![Mark { run: 0, at: point(5, 0.0), symbol: "▼", text: "shrunk & so on".into() }],
+            note: None,
+        }
+    }
+
+    #[test]
+    fn a_chart_is_a_figure_with_its_exact_points() {
+        let html = chart().html().unwrap();
+        assert!(
+            html.contains("class=\"s r0 updates\"") && html.contains("class=\"s r0 evals evals\""),
+            "{html}"
+        );
+        assert!(html.contains("<title>shrunk &amp; so on</title>") && html.contains("a &lt;loss&gt;"));
+        assert_eq!(html.matches("class=\"label r0\"").count(), 2);
+        let json = html.split("application/json\">").nth(1).unwrap().split("</script>").next().unwrap();
+        let data: serde_json::Value = serde_json::from_str(json).unwrap();
+        assert_eq!(data["series"][0]["value"], json!([0.1 + 0.2, 0.5, 4]));
+        assert_eq!(data["series"][0]["step"], json!([1, 2, 9]));
+        assert_eq!(data["x"], json!([1.0, 9.0]));
+    }
+
+    #[test]
+    fn labels_keep_their_distance_and_stay_inside() {
+        assert_eq!(spread(&[50, 10, 52], 20, 0, 100), [50, 10, 70]);
+        assert_eq!(spread(&[95, 96, 97], 20, 0, 100), [60, 80, 100]);
+        assert!(spread(&[], 20, 0, 100).is_empty());
+    }
+
+    #[test]
+    fn axis_labels_are_short() {
+        let shown = [0.0, 0.25, 1234.0, 12_000.0, 3_450_000.0, 3e-5, -2.5].map(short_number);
+        assert_eq!(shown, ["0", "0.25", "1234", "12k", "3.5M", "3.0e-5", "-2.5"]);
+    }
+}

@@ -1,0 +1,194 @@
+"use strict";
+(() => {
+  const svgElement = (name, attributes) => {
+    const element = document.createElementNS("http://www.w3.org/2000/svg", name);
+    for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
+    return element;
+  };
+  const digits = (x) => (Math.abs(x) >= 1e-3 && Math.abs(x) < 1e4) || x === 0 ? +x.toPrecision(4) + "" : x.toExponential(2);
+  const scaled = (x, base, units) => {
+    let unit = 0;
+    while (Math.abs(x) >= base && unit < units.length - 1) { x /= base; unit++; }
+    return +x.toPrecision(3) + units[unit];
+  };
+  const duration = (s) => s < 60 ? +s.toPrecision(3) + " s" : s < 3600 ? (s / 60).toFixed(1) + " min"
+    : s < 86400 ? (s / 3600).toFixed(1) + " h" : (s / 86400).toFixed(1) + " d";
+  const formats = {
+    number: digits, percent: (x) => x.toFixed(1) + " %", rate: (x) => scaled(x, 1000, ["", "k", "M", "G"]),
+    bytes: (x) => scaled(x, 1024, [" B", " KiB", " MiB", " GiB", " TiB"]),
+    step: (x) => scaled(Math.round(x), 1000, ["", "k", "M", "G"]), time: duration,
+  };
+  formats.samples = formats.step;
+  const state = { axis: "step", smooth: 0, hidden: new Set() };
+
+  const charts = [...document.querySelectorAll("figure.chart")].map((figure) => {
+    const svg = figure.querySelector("svg"), data = JSON.parse(figure.querySelector("script").textContent);
+    const [left, top, right, bottom] = data.rect;
+    const at = (element, name) => +element.getAttribute(name);
+    const ticks = [...svg.querySelectorAll(":scope > text:not(.label)")];
+    const chart = {
+      svg, data, left, top, right, bottom, zoom: null,
+      lines: [...svg.querySelectorAll("polyline.s")], labels: [...svg.querySelectorAll("text.label")],
+      marks: [...svg.querySelectorAll(".mark")],
+      xTicks: ticks.filter((t) => at(t, "y") > bottom).map((t) => [t, at(t, "x")]),
+      yTicks: ticks.filter((t) => at(t, "x") < left).map((t) => [t, at(t, "y")]),
+      x: data.x, y: data.y,
+    };
+    chart.cursor = svg.appendChild(svgElement("line", { class: "cursor hidden", y1: top, y2: bottom }));
+    chart.band = svg.appendChild(svgElement("rect", { class: "band hidden", y: top, height: bottom - top }));
+    return chart;
+  });
+
+  const isShown = (item) => !state.hidden.has(item.run);
+  const px = (c, x) => c.left + (x - c.x[0]) / (c.x[1] - c.x[0]) * (c.right - c.left);
+  const py = (c, y) => c.bottom - (y - c.y[0]) / (c.y[1] - c.y[0]) * (c.bottom - c.top);
+  const smoothed = (values) => {
+    let mean = 0, weight = 0;
+    return values.map((value) => {
+      mean = state.smooth * mean + (1 - state.smooth) * value;
+      weight = state.smooth * weight + (1 - state.smooth);
+      return mean / weight;
+    });
+  };
+  const range = (values, otherwise) => {
+    let low = Infinity, high = -Infinity;
+    for (const value of values) { if (value < low) low = value; if (value > high) high = value; }
+    return low <= high ? [low, high] : otherwise;
+  };
+
+  function draw(c) {
+    const shown = c.data.series.filter(isShown);
+    c.x = c.zoom || range(shown.flatMap((s) => s[state.axis]), [0, 1]);
+    if (c.x[0] === c.x[1]) c.x = [c.x[0], c.x[0] + 1];
+    const inside = (x) => x >= c.x[0] && x <= c.x[1];
+    const visible = shown.flatMap((s) => s.value.filter((_, i) => inside(s[state.axis][i])));
+    const [low, high] = range(visible, c.y);
+    const margin = high > low ? 0.04 * (high - low) : Math.max(Math.abs(high) * 0.1, 1e-12);
+    c.y = [c.data.zero ? 0 : low - margin, high + margin];
+    const ends = [];
+    c.data.series.forEach((series, n) => {
+      const line = c.lines[n], label = c.labels[n], show = isShown(series), xs = series[state.axis];
+      const points = (values) => values.map((v, i) => [xs[i], v]).filter(([x]) => inside(x))
+        .map(([x, v]) => px(c, x).toFixed(1) + "," + py(c, v).toFixed(1)).join(" ");
+      line.classList.toggle("hidden", !show);
+      label.classList.toggle("hidden", !show);
+      line.setAttribute("points", points(series.value));
+      const smooth = series.smooth && state.smooth > 0, values = smooth ? smoothed(series.value) : series.value;
+      line.classList.toggle("raw", smooth);
+      if (smooth && !line.over) line.over = line.after(svgElement("polyline", { fill: "none" })) || line.nextSibling;
+      if (line.over) {
+        line.over.setAttribute("class", smooth && show ? "smooth r" + series.run : "hidden");
+        if (smooth) line.over.setAttribute("points", points(values));
+      }
+      const last = xs.findLastIndex(inside);
+      if (show && last >= 0) ends.push([py(c, values[last]), label]);
+    });
+    ends.sort((a, b) => a[0] - b[0]);
+    let next = c.top;
+    for (const end of ends) { end[0] = Math.max(end[0], next); next = end[0] + 28; }
+    let limit = c.bottom;
+    for (const end of ends.reverse()) { end[0] = Math.min(end[0], limit); limit = end[0] - 28; end[1].setAttribute("y", end[0]); }
+    c.data.marks.forEach((mark, n) => {
+      const x = mark[state.axis];
+      c.marks[n].classList.toggle("hidden", !isShown(mark) || !inside(x));
+      c.marks[n].setAttribute("transform", `translate(${px(c, x).toFixed(1)},0)`);
+    });
+    const value = (at, from, to, [a, b]) => a + (at - from) / (to - from) * (b - a);
+    for (const [text, x] of c.xTicks) text.textContent = formats[state.axis](value(x, c.left, c.right, c.x));
+    for (const [text, y] of c.yTicks) text.textContent = formats[c.data.unit](value(y, c.bottom, c.top, c.y));
+  }
+  const drawAll = () => charts.forEach(draw);
+
+  const tip = document.getElementById("tip");
+  function point(c, event) {
+    const box = c.svg.getBoundingClientRect();
+    const x = (event.clientX - box.left) / box.width * c.svg.viewBox.baseVal.width;
+    return Math.min(Math.max(x, c.left), c.right);
+  }
+  function hover(c, event) {
+    const at = point(c, event), rows = [];
+    let place = null;
+    for (const series of c.data.series.filter(isShown)) {
+      let nearest = -1, distance = Infinity;
+      series[state.axis].forEach((x, i) => {
+        const away = Math.abs(px(c, x) - at);
+        if (away < distance) [nearest, distance] = [i, away];
+      });
+      if (nearest < 0 || distance > (c.right - c.left) / 4) continue;
+      const value = series.value[nearest];
+      rows.push(`${series.label || "value"}  ${formats[c.data.unit](value)}  at step ${series.step[nearest]}`);
+      if (!place || distance < place[0]) place = [distance, series, nearest];
+    }
+    for (const mark of c.data.marks.filter(isShown)) if (Math.abs(px(c, mark[state.axis]) - at) < 12) rows.push(mark.text);
+    if (!place) return leave(c);
+    const [, series, i] = place, x = px(c, series[state.axis][i]);
+    c.cursor.setAttribute("x1", x);
+    c.cursor.setAttribute("x2", x);
+    c.cursor.classList.remove("hidden");
+    tip.textContent = `step ${series.step[i]} · ${series.samples[i]} samples · ${duration(series.time[i])}\n` + rows.join("\n");
+    tip.hidden = false;
+    const { width, height } = tip.getBoundingClientRect();
+    tip.style.left = Math.max(4, Math.min(event.clientX + 14, innerWidth - width - 4)) + "px";
+    tip.style.top = (event.clientY + 18 + height < innerHeight ? event.clientY + 18 : event.clientY - height - 12) + "px";
+  }
+  function leave(c) {
+    tip.hidden = true;
+    c.cursor.classList.add("hidden");
+  }
+  for (const c of charts) {
+    let from = null;
+    const invert = (x) => c.x[0] + (x - c.left) / (c.right - c.left) * (c.x[1] - c.x[0]);
+    c.svg.addEventListener("pointerdown", (event) => { from = point(c, event); });
+    c.svg.addEventListener("pointermove", (event) => {
+      hover(c, event);
+      if (from === null || !event.buttons) return;
+      const to = point(c, event);
+      c.band.setAttribute("x", Math.min(from, to));
+      c.band.setAttribute("width", Math.abs(to - from));
+      c.band.classList.toggle("hidden", Math.abs(to - from) < 10);
+    });
+    const end = (event, keep) => {
+      const to = from === null ? null : point(c, event), start = from;
+      from = null;
+      c.band.classList.add("hidden");
+      if (!keep || to === null || Math.abs(to - start) < 10) return;
+      c.zoom = [invert(Math.min(start, to)), invert(Math.max(start, to))];
+      draw(c);
+    };
+    c.svg.addEventListener("pointerup", (event) => end(event, true));
+    c.svg.addEventListener("pointercancel", (event) => end(event, false));
+    c.svg.addEventListener("pointerleave", (event) => { end(event, false); leave(c); });
+    c.svg.addEventListener("dblclick", () => { c.zoom = null; draw(c); });
+  }
+
+  const controls = document.querySelector(".controls");
+  controls.addEventListener("submit", (event) => event.preventDefault());
+  controls.addEventListener("input", (event) => {
+    if (event.target.name === "smooth") state.smooth = +event.target.value;
+    if (event.target.name === "axis") {
+      state.axis = event.target.value;
+      for (const c of charts) c.zoom = null;
+    }
+    drawAll();
+  });
+  for (const box of document.querySelectorAll("input[data-run]")) box.addEventListener("input", () => {
+    state.hidden[box.checked ? "delete" : "add"](+box.dataset.run);
+    drawAll();
+  });
+
+  // A click opens a box over the whole width; a click on an open one that others are hidden beside closes it again.
+  for (const icicle of document.querySelectorAll(".icicle")) icicle.addEventListener("click", (event) => {
+    const box = event.target.closest("button")?.parentElement;
+    if (!box) return;
+    const wasOpen = box.parentElement.classList.contains("into");
+    for (const inner of box.querySelectorAll(".into")) inner.classList.remove("into");
+    for (let at = box; at !== icicle; at = at.parentElement) {
+      if (!at.classList.contains("box")) continue;
+      const row = at.parentElement;
+      for (const sibling of row.children) sibling.classList.toggle("open", sibling === at);
+      row.classList.toggle("into", row !== icicle && !(wasOpen && at === box));
+    }
+  });
+
+  addEventListener("beforeprint", () => { for (const part of document.querySelectorAll("details")) part.open = true; });
+})();
