@@ -253,20 +253,17 @@ impl Delivery {
 
     /// Adds the metrics up to `step` that earlier processes recorded and did not send. Best effort: the file is the record.
     fn push_unsent(&mut self, step: u64) {
-        let (mut last_step, mut last_eval, mut is_reachable) = (0, None, true);
+        let (mut last_step, mut last_eval, mut is_reachable) = (None, None, true);
         for line in complete_lines(&self.events).into_iter().flatten().map_while(Result::ok) {
             let Ok(record) = serde_json::from_str::<EventRecord>(&line) else { continue };
-            // A step that was repeated after a resume stands there twice, with the same values.
-            let is_new = match record.event {
-                Event::Step { step: at, .. } => {
-                    at <= step && at > std::mem::replace(&mut last_step, last_step.max(at))
-                }
-                Event::Eval { step: at, .. } => {
-                    at <= step && Some(at) > std::mem::replace(&mut last_eval, last_eval.max(Some(at)))
-                }
-                _ => false,
+            let (at, last) = match record.event {
+                Event::Step { step, .. } => (step, &mut last_step),
+                Event::Eval { step, .. } => (step, &mut last_eval),
+                _ => continue,
             };
-            if is_new {
+            // A step that was repeated after a resume stands there twice, with the same values.
+            if at <= step && Some(at) > *last {
+                *last = Some(at);
                 self.push(points(&record));
             }
             if is_reachable && self.pending.len() + BATCH_MARGIN > MAX_PENDING {
