@@ -17,6 +17,7 @@ pub mod tensorboard;
 pub mod terminal;
 pub(crate) mod text;
 pub mod verify;
+pub mod watch;
 
 pub use reference::events_markdown;
 pub use scan_progress::ScanProgress;
