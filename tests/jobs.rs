@@ -232,6 +232,10 @@ fn usage() {
         "schema",
         "init",
         "completions",
+        "runs",
+        "compare",
+        "report",
+        "watch",
     ] {
         snapshot(&format!("help_{name}"), "", &[name, "--help"]);
     }

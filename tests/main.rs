@@ -17,6 +17,7 @@ mod fixtures;
 mod freeze;
 mod generate;
 mod harness;
+mod history;
 mod images;
 mod imports;
 mod inference;

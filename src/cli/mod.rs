@@ -21,6 +21,7 @@ mod runs;
 mod schema;
 mod tune;
 mod verify;
+mod watch;
 
 use std::ffi::OsString;
 use std::io::{self, IsTerminal, Write};
@@ -60,6 +61,7 @@ What happened (RUN as below):
   trainer runs                             every run: its state, best metric, time and memory
   trainer compare RUN RUN                  what differs in the jobs and the results
   trainer report RUN -o report.html        curves, memory and the plan as a page
+  trainer watch RUN                        the same in the terminal, while it runs
 
 With a trained model (RUN is a folder such as runs/job/20260101-000000):
   trainer eval RUN                         its metrics
@@ -170,6 +172,7 @@ pub enum Command {
     Runs(runs::RunsArgs),
     Compare(compare::CompareArgs),
     Report(report::ReportArgs),
+    Watch(watch::WatchArgs),
     Eval(eval::EvalArgs),
     Predict(predict::PredictArgs),
     Generate(generate::GenerateArgs),
@@ -285,6 +288,7 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> Exit {
         Command::Runs(runs) => runs.run(common),
         Command::Compare(compare) => compare.run(common),
         Command::Report(report) => report.run(common),
+        Command::Watch(watch) => watch.run(common),
         Command::Check(check) => check.run(common),
         Command::Verify(verify) => verify.run(common),
         Command::Profile(profile) => profile.run(common),

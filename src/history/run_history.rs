@@ -141,6 +141,13 @@ impl RunHistory {
         }
     }
 
+    fn add_moment(&mut self, at: Point, event: &Event) {
+        match self.moments.len() < MAX_MOMENTS {
+            true => self.moments.push(Moment { at, event: event.clone() }),
+            false => self.more_moments += 1,
+        }
+    }
+
     fn add(&mut self, record: &EventRecord) {
         self.record.summary.add(record);
         let summary = &self.record.summary;
@@ -206,15 +213,12 @@ impl RunHistory {
                     self.curve(name, Point { step: *step, value: *value, ..here });
                 }
             }
-            Event::Oom { .. }
-            | Event::Pressure { .. }
-            | Event::Corrected { .. }
-            | Event::Restarted { .. }
-            | Event::Shrunk { .. }
-            | Event::Grown { .. } => match self.moments.len() < MAX_MOMENTS {
-                true => self.moments.push(Moment { at: here, event: record.event.clone() }),
-                false => self.more_moments += 1,
-            },
+            Event::Oom { step, .. }
+            | Event::Pressure { step, .. }
+            | Event::Corrected { step, .. }
+            | Event::Shrunk { step, .. }
+            | Event::Grown { step, .. } => self.add_moment(Point { step: *step, ..here }, &record.event),
+            Event::Restarted { .. } => self.add_moment(here, &record.event),
             _ => {}
         }
         if !matches!(record.event, Event::Step { .. } | Event::Planned { .. } | Event::Checkpoint { .. }) {

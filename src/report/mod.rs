@@ -21,6 +21,7 @@ pub mod terminal;
 pub(crate) mod text;
 pub mod tune;
 pub mod verify;
+pub mod watch;
 
 pub use mlflow::Mlflow;
 pub use reference::events_markdown;

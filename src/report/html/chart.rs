@@ -12,7 +12,7 @@ use crate::report::text;
 /// Size in pixels. Pages show it at about half of that, so that whole pixels are fine enough.
 const SIZE: (u32, u32) = (960, 520);
 /// Room for the labels of the axes, and of the curves at the right.
-const LEFT: i32 = 130;
+const LEFT: i32 = 145;
 const BOTTOM: i32 = 50;
 const RIGHT: i32 = 170;
 const TOP: i32 = 14;
@@ -38,7 +38,15 @@ impl Unit {
         }
     }
 
-    fn format(self, value: f64) -> String {
+    /// The unit that values up to `highest` are divided by to have round labels.
+    fn scale(self, highest: f64) -> f64 {
+        match self {
+            Self::Bytes => 1024f64.powf((highest.max(1.0).log2() / 10.0).floor()),
+            _ => 1.0,
+        }
+    }
+
+    pub fn format(self, value: f64) -> String {
         match self {
             Self::Number => short_number(value),
             Self::Percent => format!("{value:.1} %"),
@@ -128,12 +136,14 @@ impl Chart {
         let mut svg = String::new();
         let draw = |svg: &mut String| -> Result<(), DrawingAreaErrorKind<std::io::Error>> {
             let area = SVGBackend::with_string(svg, SIZE).into_drawing_area();
+            // Round labels of bytes are multiples of a binary unit.
+            let unit = self.unit.scale(y1);
             let mut chart = ChartBuilder::on(&area)
                 .margin_top(TOP)
                 .margin_right(RIGHT)
                 .x_label_area_size(BOTTOM)
                 .y_label_area_size(LEFT)
-                .build_cartesian_2d(x0..x1, y0..y1)?;
+                .build_cartesian_2d(x0..x1, y0 / unit..y1 / unit)?;
             chart
                 .configure_mesh()
                 .disable_x_mesh()
@@ -142,11 +152,11 @@ impl Chart {
                 .y_labels(5)
                 .label_style(("sans-serif", LINE))
                 .x_label_formatter(&|x| short_number(*x))
-                .y_label_formatter(&|y| self.unit.format(*y))
+                .y_label_formatter(&|y| self.unit.format(*y * unit))
                 .draw()?;
             self.draw_labels(&area, (y0, y1))?;
             for series in &self.series {
-                let points = series.points.iter().map(|point| (point.step as f64, point.value));
+                let points = series.points.iter().map(|point| (point.step as f64, point.value / unit));
                 chart.draw_series(LineSeries::new(points, BLACK.stroke_width(3)))?;
             }
             area.present()
@@ -164,7 +174,7 @@ impl Chart {
     }
 
     /// Ranges of steps and of values, never empty.
-    fn ranges(&self) -> ((f64, f64), (f64, f64)) {
+    pub fn ranges(&self) -> ((f64, f64), (f64, f64)) {
         let points = || self.series.iter().flat_map(|series| &series.points);
         let range = |values: &mut dyn Iterator<Item = f64>| {
             let (low, high) =
@@ -210,11 +220,14 @@ impl Chart {
         let mut texts: Vec<usize> = svg.match_indices("<text ").map(|(at, _)| at).collect();
         let labels = texts.split_off(texts.len().saturating_sub(count));
         let mut insertions: Vec<(usize, String)> = Vec::new();
-        for ((series, line), label) in self.series.iter().zip(&lines).zip(&labels) {
+        // The curves of a single run have colours of their own; with several, each run has one.
+        let is_single = self.series.iter().all(|series| series.run == 0);
+        for (at, ((series, line), label)) in self.series.iter().zip(&lines).zip(&labels).enumerate() {
             let alone = if series.points.len() == 1 { " evals" } else { "" };
-            let class = format!("r{} {}{alone}", series.run, series.style.class());
+            let colour = if is_single { at } else { series.run };
+            let class = format!("c{colour} {}{alone}", series.style.class());
             insertions.push((line + "<polyline".len(), format!(" class=\"s {class}\"")));
-            insertions.push((label + "<text".len(), format!(" class=\"label r{}\"", series.run)));
+            insertions.push((label + "<text".len(), format!(" class=\"label c{colour}\"")));
         }
         insertions.sort_unstable_by_key(|(at, _)| *at);
         let (mut out, mut from) = (String::with_capacity(svg.len() + 4096), 0);
@@ -238,7 +251,7 @@ impl Chart {
             let fraction = ((mark.at.step as f64 - x0) / (x1 - x0)).clamp(0.0, 1.0);
             let x = f64::from(left) + fraction * f64::from(right - left);
             format!(
-                "<g class=\"mark r{}\" transform=\"translate({x:.1},0)\"><title>{}</title>\
+                "<g class=\"mark c{}\" transform=\"translate({x:.1},0)\"><title>{}</title>\
                  <line y1=\"{top}\" y2=\"{bottom}\"/><text y=\"{}\" text-anchor=\"middle\">{}</text></g>",
                 mark.run,
                 escape(&mark.text),
@@ -263,6 +276,7 @@ impl Chart {
             columns["run"] = json!(series.run);
             columns["label"] = json!(series.label);
             columns["smooth"] = json!(series.style == Style::Updates);
+            columns["holds"] = json!(series.style == Style::Limit);
             columns["value"] = series.points.iter().map(|point| number(point.value)).collect();
             columns
         };
@@ -332,11 +346,11 @@ mod tests {
     fn a_chart_is_a_figure_with_its_exact_points() {
         let html = chart().html().unwrap();
         assert!(
-            html.contains("class=\"s r0 updates\"") && html.contains("class=\"s r0 evals evals\""),
+            html.contains("class=\"s c0 updates\"") && html.contains("class=\"s c1 evals evals\""),
             "{html}"
         );
         assert!(html.contains("<title>shrunk &amp; so on</title>") && html.contains("a &lt;loss&gt;"));
-        assert_eq!(html.matches("class=\"label r0\"").count(), 2);
+        assert_eq!(html.matches("class=\"label c").count(), 2);
         let json = html.split("application/json\">").nth(1).unwrap().split("</script>").next().unwrap();
         let data: serde_json::Value = serde_json::from_str(json).unwrap();
         assert_eq!(data["series"][0]["value"], json!([0.1 + 0.2, 0.5, 4]));

@@ -2,8 +2,8 @@
 //!
 //! Takes thinned histories and writes the page chart by chart, so that only one is in memory at a time.
 
-mod chart;
-mod charts;
+pub(super) mod chart;
+pub(super) mod charts;
 mod icicle;
 
 use std::fs;
@@ -102,20 +102,25 @@ const CONTROLS: &str = "<form class=controls><fieldset><legend>Over</legend>\
     <label>Smoothing <input type=range name=smooth min=0 max=0.99 step=0.01 value=0></label>\
     <span class=hint>Drag across a chart to zoom, double-click to reset.</span></form>\n";
 
-/// A marker per run: shapes differ, so that none needs its colour.
+/// Colours of the stylesheet; further runs repeat them.
+const COLOURS: usize = 7;
+
+/// A marker per colour: shapes differ, so that none needs it.
 fn markers(runs: usize) -> String {
     let shapes =
         ["M1 5a4 4 0 1 0 8 0a4 4 0 1 0-8 0z", "M1 1h8v8h-8z", "M5 0l5 9h-10z", "M5 0l5 5l-5 5l-5-5z"];
-    let marker = |run: usize| {
+    let marker = |at: usize| {
         format!(
-            "<marker id=m{run} class=r{run} viewBox=\"0 0 10 10\" refX=5 refY=5 markerWidth=12 markerHeight=12 \
+            "<marker id=m{at} class=c{at} viewBox=\"0 0 10 10\" refX=5 refY=5 markerWidth=12 markerHeight=12 \
              markerUnits=userSpaceOnUse><path d=\"{}\"/></marker>",
-            shapes[run % shapes.len()]
+            shapes[at % shapes.len()]
         )
     };
-    let style = |run: usize| format!(".evals.r{run}{{marker:url(#m{run})}}");
+    let style =
+        |at: usize| format!(".c{at}{{--c:var(--colour{})}}.evals.c{at}{{marker:url(#m{at})}}", at % COLOURS);
+    let colours = runs.max(COLOURS);
     let (markers, styles): (String, String) =
-        ((0..runs).map(marker).collect(), (0..runs).map(style).collect());
+        ((0..colours).map(marker).collect(), (0..colours).map(style).collect());
     format!("<svg class=defs aria-hidden=true><defs>{markers}</defs></svg><style>{styles}</style>\n")
 }
 
@@ -131,7 +136,7 @@ fn run_header(at: usize, runs: usize, run: &RunHistory) -> String {
     let toggle = match runs {
         1 => String::new(),
         _ => format!(
-            "<label class=\"run r{at}\"><input type=checkbox data-run={at} checked> <b>{}</b></label> ",
+            "<label class=\"run c{at}\"><input type=checkbox data-run={at} checked> <b>{}</b></label> ",
             charts::letter(at, runs)
         ),
     };
@@ -375,7 +380,7 @@ mod tests {
         assert!(
             page.contains("What differs") && page.contains("<td>state</td><td>finished</td><td>killed</td>")
         );
-        assert!(page.contains("class=\"s r0 updates\"") && page.contains("class=\"s r1 updates\""));
+        assert!(page.contains("class=\"s c0 updates\"") && page.contains("class=\"s c1 updates\""));
         assert!(page.contains("A update") && page.contains("B valid"));
     }
 

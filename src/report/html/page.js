@@ -77,7 +77,7 @@
       line.classList.toggle("raw", smooth);
       if (smooth && !line.over) line.over = line.after(svgElement("polyline", { fill: "none" })) || line.nextSibling;
       if (line.over) {
-        line.over.setAttribute("class", smooth && show ? "smooth r" + series.run : "hidden");
+        line.over.setAttribute("class", smooth && show ? "smooth " + line.getAttribute("class").match(/\bc\d+/)[0] : "hidden");
         if (smooth) line.over.setAttribute("points", points(values));
       }
       const last = xs.findLastIndex(inside);
@@ -93,7 +93,10 @@
       c.marks[n].classList.toggle("hidden", !isShown(mark) || !inside(x));
       c.marks[n].setAttribute("transform", `translate(${px(c, x).toFixed(1)},0)`);
     });
-    const value = (at, from, to, [a, b]) => a + (at - from) / (to - from) * (b - a);
+    const value = (at, from, to, [a, b]) => {
+      const part = (at - from) / (to - from);
+      return +(part < 0.005 ? a : part > 0.995 ? b : a + part * (b - a)).toPrecision(3);
+    };
     for (const [text, x] of c.xTicks) text.textContent = formats[state.axis](value(x, c.left, c.right, c.x));
     for (const [text, y] of c.yTicks) text.textContent = formats[c.data.unit](value(y, c.bottom, c.top, c.y));
   }
@@ -109,6 +112,11 @@
     const at = point(c, event), rows = [];
     let place = null;
     for (const series of c.data.series.filter(isShown)) {
+      if (series.holds) {
+        const inForce = Math.max(0, series[state.axis].findLastIndex((x) => px(c, x) <= at));
+        rows.push(`${series.label}  ${formats[c.data.unit](series.value[inForce])}`);
+        continue;
+      }
       let nearest = -1, distance = Infinity;
       series[state.axis].forEach((x, i) => {
         const away = Math.abs(px(c, x) - at);
