@@ -236,6 +236,8 @@ fn usage() {
         "compare",
         "report",
         "watch",
+        "tune",
+        "profile",
     ] {
         snapshot(&format!("help_{name}"), "", &[name, "--help"]);
     }
