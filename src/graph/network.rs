@@ -191,21 +191,20 @@ impl Network {
         exec.ledger.set_phase(Phase::Backward);
         let cost = self.loss.cost(exec.spec);
         let needs_input_grad = x.requires_grad;
-        let (metrics, mut dy) = {
+        let name = || self.loss.name().to_owned();
+        let loss = || -> StepResult<_> {
             let input_grad = if needs_input_grad { cost.input_grad } else { 0 };
             let reservation = exec.reserve(Role::Activations, self.loss.name(), input_grad)?;
             let _work = exec.reserve(Role::Workspace, self.loss.name(), cost.backward_workspace)?;
-            let name = || self.loss.name().to_owned();
             let (metrics, value) = match (&exec.pass, batch, &x.value) {
                 (Some(pass), Some(batch), Some(x)) => {
-                    node_timer::time(name, NodePass::Backward, exec.ledger, || {
-                        self.loss.forward_backward(x, &batch.targets, pass, needs_input_grad)
-                    })?
+                    self.loss.forward_backward(x, &batch.targets, pass, needs_input_grad)?
                 }
                 _ => (MetricSums::default().into(), None),
             };
-            (metrics, ReservedTensor { value, reservation, requires_grad: needs_input_grad })
+            Ok((metrics, ReservedTensor { value, reservation, requires_grad: needs_input_grad }))
         };
+        let (metrics, mut dy) = node_timer::time(name, NodePass::Backward, exec.ledger, loss)?;
         drop(x);
         if !needs_input_grad {
             return Ok(metrics);

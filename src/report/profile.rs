@@ -120,7 +120,11 @@ pub fn hotspots(profile: &Profile) -> Vec<String> {
     parts.sort_by_key(|part| std::cmp::Reverse(part.bytes));
     for part in parts.into_iter().take_while(|part| part.bytes as f64 >= HOTSPOT * peak).take(3) {
         let (of_peak, bytes) = (share(part.bytes as f64, peak), text::bytes(part.bytes));
-        found.push(format!("{of_peak} of the peak is {} of `{}`: {bytes}", part.role, part.name));
+        let what = match part.role.to_string() == part.name {
+            true => format!("the {}", part.name),
+            false => format!("{} of `{}`", part.role, part.name),
+        };
+        found.push(format!("{of_peak} of the peak is {what}: {bytes}"));
     }
     let blocks: Vec<_> = profile.blocks.iter().filter(|block| block.freed_by_recompute_bytes > 0).collect();
     let freed: u64 = blocks.iter().map(|block| block.freed_by_recompute_bytes).sum();
