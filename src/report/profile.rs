@@ -235,11 +235,11 @@ mod tests {
     #[test]
     fn hotspots_say_what_to_do() {
         let found = hotspots(&profile());
-        assert_eq!(found[0], "50 % of the time is `a;b`");
-        assert_eq!(found[1], "10 % of the time is `loss`");
-        assert!(found[2].starts_with("20 % of the time is wait for data: raise `data.workers`"), "{found:?}");
+        assert_eq!(found[0], "50.0 % of the time is `a;b`");
+        assert_eq!(found[1], "10.0 % of the time is `loss`");
+        assert!(found[2].starts_with("20.0 % of the time is wait for data: raise `data.workers`"), "{found:?}");
         let last = found.last().unwrap();
-        assert!(last.starts_with("recomputing 1 block would free up to 1.00 TiB for 20 %"), "{last}");
+        assert!(last.starts_with("recomputing 1 block would free up to 1.00 TiB for 20.0 %"), "{last}");
     }
 
     #[test]

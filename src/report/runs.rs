@@ -303,8 +303,7 @@ runs/b  killed    valid.loss 0.5000  3 of 6  3.6 s  209 MiB  model.kind=mlp, opt
         let text = comparison_lines(&runs(), false).join("\n");
         assert_eq!(
             text,
-            "\
-                 runs/a            runs/b
+            "                 runs/a            runs/b
 job
 log.every_steps  1                 -
 model.kind       -                 mlp
