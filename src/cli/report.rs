@@ -10,7 +10,7 @@ use super::{CommonArgs, Exit, print_line};
 use crate::report::{html, text};
 use crate::train::Failure;
 
-/// Draw runs as one HTML page: curves, memory, execution plan, job, and what differs between them
+/// Draw runs as one HTML page: curves, memory, plan, job, and what differs between them
 #[derive(Clone, Debug, Args)]
 #[command(after_help = "\
 Examples:
