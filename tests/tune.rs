@@ -155,7 +155,7 @@ fn a_sweep_that_is_killed_and_resumed_runs_every_trial_that_fits_once() {
 fn an_interrupted_sweep_leaves_checkpoints_and_no_process() {
     let args =
         ["tune", "job.toml", "--set", "optimizer.lr=1e-3..1e-1:log", "--trials", "4", "--halving", "1"];
-    let folder = job_folder(JOB.replace("steps = 90", "steps = 4000"));
+    let folder = job_folder(JOB.replace("steps = 90", "steps = 40000"));
     let mut tuner = tune(folder.path(), &args).spawn().unwrap();
     let checkpointed = || {
         let runs = descendants(tuner.id());

@@ -114,9 +114,11 @@ impl LrTest {
         if let Some(signal) = stopped {
             return Ok(LrEnd::Stopped(signal));
         }
-        let curve = read_curve(&folder.run())?;
         const DIVERGED: i32 = 5;
-        if code != 0 && code != DIVERGED && !curve.diverged {
+        let mut curve = read_curve(&folder.run())?;
+        // An update whose loss is not finite has no event of its own.
+        curve.diverged |= code == DIVERGED;
+        if code != 0 && !curve.diverged {
             return Ok(LrEnd::Failed { code, error: last_error(&folder.log(), code) });
         }
         let write = || {
