@@ -23,7 +23,7 @@ hidden = [8]
 kind = \"shapes\"
 train_samples = 96
 valid_samples = 32
-image_size = 8
+image_size = 16
 
 [train]
 batch_size = 16
