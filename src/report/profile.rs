@@ -237,7 +237,10 @@ mod tests {
         let found = hotspots(&profile());
         assert_eq!(found[0], "50.0 % of the time is `a;b`");
         assert_eq!(found[1], "10.0 % of the time is `loss`");
-        assert!(found[2].starts_with("20.0 % of the time is wait for data: raise `data.workers`"), "{found:?}");
+        assert!(
+            found[2].starts_with("20.0 % of the time is wait for data: raise `data.workers`"),
+            "{found:?}"
+        );
         let last = found.last().unwrap();
         assert!(last.starts_with("recomputing 1 block would free up to 1.00 TiB for 20.0 %"), "{last}");
     }
