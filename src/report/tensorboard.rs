@@ -66,9 +66,7 @@ impl Sink for TensorBoard {
 
     fn record(&mut self, record: &EventRecord) -> io::Result<()> {
         let payload = match &record.event {
-            Event::Started { name, .. } if !self.hparams.is_empty() => {
-                hparams_start(record.t, name, &self.hparams)
-            }
+            Event::Started { .. } if !self.hparams.is_empty() => hparams_start(record.t, &self.hparams),
             Event::Finished { .. } if !self.hparams.is_empty() => hparams_end(record.t, SUCCESS),
             Event::Diverged { .. } | Event::Failed { .. } if !self.hparams.is_empty() => {
                 hparams_end(record.t, FAILURE)
@@ -120,13 +118,14 @@ fn scalars(t: f64, step: u64, values: &[(&str, f64)]) -> Vec<u8> {
 const SUCCESS: u64 = 1;
 const FAILURE: u64 = 2;
 
-/// The hyperparameters of a session, as the hparams plugin reads them.
-fn hparams_start(t: f64, group: &str, hparams: &[(String, Value)]) -> Vec<u8> {
+/// The hyperparameters of a session, as the hparams plugin reads them. Without a group: sessions of one group count as
+/// repetitions of the same settings.
+fn hparams_start(t: f64, hparams: &[(String, Value)]) -> Vec<u8> {
     let start = encode(|m| {
         let m = hparams.iter().fold(m, |m, (key, value)| {
             m.bytes(1, &encode(|m| m.bytes(1, key.as_bytes()).bytes(2, &hparam(value))))
         });
-        m.bytes(4, group.as_bytes()).double(5, t)
+        m.double(5, t)
     });
     hparams_event(t, "_hparams_/session_start_info", &encode(|m| m.int(1, 0).bytes(3, &start)))
 }
@@ -260,9 +259,9 @@ mod tests {
 
     #[test]
     fn a_hyperparameter_is_encoded_to_the_byte() {
-        let start = hparams_start(2.0, "j", &[("a".into(), Value::Bool(true))]);
+        let start = hparams_start(2.0, &[("a".into(), Value::Bool(true))]);
         let value = [0x0a, 7, 0x0a, 1, b'a', 0x12, 2, 0x20, 1];
-        let start_info = [&value[..], &[0x22, 1, b'j', 0x29], &2f64.to_le_bytes()].concat();
+        let start_info = [&value[..], &[0x29], &2f64.to_le_bytes()].concat();
         let content = [&[0x08, 0, 0x1a, start_info.len() as u8], &start_info[..]].concat();
         assert!(start.windows(content.len()).any(|part| part == content), "{start:?}");
         assert_eq!(hparam(&serde_json::json!([8, 4])), [&[0x1a, 5][..], b"[8,4]"].concat());
