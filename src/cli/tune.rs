@@ -63,12 +63,12 @@ pub struct TuneArgs {
     /// Continue the sweep in the folder DIR, or the last one
     #[arg(long, value_name = "DIR", num_args = 0..=1, value_hint = clap::ValueHint::DirPath)]
     pub resume: Option<Option<PathBuf>>,
-    /// Learning-rate range test instead of a sweep: the rate grows until the loss diverges [default rates: 1e-7..10]
-    #[arg(long, value_name = "LOW..HIGH", num_args = 0..=1, require_equals = true, default_missing_value = "1e-7..10")]
+    /// Learning-rate range test instead of a sweep: the rate grows until the loss diverges [default rates: 1e-5..1]
+    #[arg(long, value_name = "LOW..HIGH", num_args = 0..=1, require_equals = true, default_missing_value = "1e-5..1")]
     #[arg(conflicts_with_all = ["resume", "metric", "trials", "minutes", "halving", "parallel"])]
     pub lr: Option<lr::LrBounds>,
     /// Updates of the range test
-    #[arg(long, value_name = "N", requires = "lr", default_value_t = 100)]
+    #[arg(long, value_name = "N", requires = "lr", default_value_t = 200)]
     #[arg(value_parser = clap::value_parser!(u64).range(20..=1_000_000))]
     pub updates: u64,
 }

@@ -93,7 +93,7 @@ pub fn run(path: &Path, bounds: LrBounds, updates: u64, common: &CommonArgs) -> 
         None => Err(CliError {
             exit: Exit::Failure,
             message: format!("no rate from {:e} to {:e} lowered the loss", test.low, test.high),
-            hint: Some("more updates (`--updates`) or other rates (`--lr=1e-8..100`) may show one".into()),
+            hint: Some("more updates (`--updates`) or other rates (`--lr=1e-8..10`) may show one".into()),
         }
         .into()),
     }
