@@ -17,7 +17,7 @@ hidden = [8]
 kind = 'shapes'
 train_samples = 64
 valid_samples = 32
-image_size = 8
+image_size = 16
 [train]
 batch_size = 8
 steps = 20
