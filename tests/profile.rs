@@ -58,6 +58,6 @@ fn people_get_the_hotspots_and_a_job_that_does_not_fit_gets_its_plan() {
     assert!(run.stdout.starts_with("profile 2 updates of 64 samples: "), "{}", run.stdout);
     assert!(run.stdout.contains("\nhotspots\n") && run.stdout.contains(" overhead)"), "{}", run.stdout);
     assert!(!folder.path().join("runs").join("job").exists(), "a profile leaves no run");
-    let small = trainer(folder.path(), &["profile", "job.toml", "--set", "memory.ram=8MiB"]);
+    let small = trainer(folder.path(), &["profile", "job.toml", "--set", "memory.ram=1MiB"]);
     small.expect(3);
 }
