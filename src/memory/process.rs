@@ -14,11 +14,11 @@ use super::{measure, pressure, probe};
 
 /// Fraction of the program's code, in 64ths, that may be resident: what training, evaluation and checkpoints run. Code
 /// beyond it is dropped, see [`ProcessMemory::enforce_limit`].
-const RESIDENT_CODE_64THS: u64 = 24;
+const RESIDENT_CODE_64THS: u64 = 27;
 
 /// Before a phase of work whose code is not mapped yet, code is dropped if less than this much of its allowance is left,
 /// in 64ths of all code: the phase may touch as much before the next check.
-const CODE_HEADROOM_64THS: u64 = 10;
+const CODE_HEADROOM_64THS: u64 = 12;
 
 /// Stack and thread-local memory that a thread touches: one that computes, besides the buffers of kernels, and one that
 /// loads data, which decodes images.
