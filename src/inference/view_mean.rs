@@ -26,7 +26,7 @@ enum Averaged {
 }
 
 impl Averaged {
-    fn from_outputs(self, outputs: &[f32], into: &mut Vec<f64>) {
+    fn values_of(self, outputs: &[f32], into: &mut Vec<f64>) {
         if let Self::Classes = self {
             return softmax(outputs, into);
         }
@@ -71,7 +71,7 @@ impl ViewMean {
             self.sums.clear();
             self.sums.resize(outputs.len(), 0.0);
         }
-        self.averaged.from_outputs(outputs, &mut self.scratch);
+        self.averaged.values_of(outputs, &mut self.scratch);
         self.sums.iter_mut().zip(&self.scratch).for_each(|(sum, value)| *sum += value);
         self.count += 1;
         if self.count < self.views {

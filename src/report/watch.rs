@@ -194,7 +194,7 @@ impl Selection {
             .map(|series| series.points.iter().map(|point| (point.step as f64, point.value)).collect())
             .collect();
         let colors = [Color::Cyan, Color::Yellow, Color::Green, Color::Magenta];
-        let set = |(at, (series, points)): (usize, (&chart::Series, &'_ Vec<(f64, f64)>))| {
+        let sets = chart.series.iter().zip(&points).enumerate().map(|(at, (series, points))| {
             let (marker, graph) = match series.style {
                 chart::Style::Updates => (Marker::Braille, GraphType::Line),
                 chart::Style::Limit => (Marker::Dot, GraphType::Line),
@@ -202,12 +202,9 @@ impl Selection {
                     (Marker::Block, GraphType::Scatter)
                 }
             };
-            (series.label.clone(), points.clone(), marker, graph, self.paint(colors[at % colors.len()]))
-        };
-        let sets: Vec<_> = chart.series.iter().zip(&points).enumerate().map(set).collect();
-        let sets = sets.iter().map(|(label, points, marker, graph, style)| {
-            let name = if label.is_empty() { chart.title.clone() } else { label.clone() };
-            Dataset::default().name(name).data(points).marker(*marker).graph_type(*graph).style(*style)
+            let name = if series.label.is_empty() { &chart.title } else { &series.label };
+            let style = self.paint(colors[at % colors.len()]);
+            Dataset::default().name(name.clone()).data(points).marker(marker).graph_type(graph).style(style)
         });
         let y_labels = [y0, (y0 + y1) / 2.0, y1].map(|y| chart.unit.format(y));
         let x_labels = [x0, x1].map(|x| format_count(x.max(0.0) as u64));

@@ -75,6 +75,9 @@ const DIVERGED: i32 = 5;
 
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
+/// Keeps a result, and tells of it.
+type RecordResult<'a> = dyn FnMut(TrialResult, &mut dyn FnMut(SweepEvent)) -> Result<(), Failure> + 'a;
+
 impl Sweep {
     /// The rungs of this sweep.
     pub fn rungs(&self) -> Halving {
@@ -160,7 +163,7 @@ impl Sweep {
         waiting: &mut Vec<usize>,
         folder: &TuneFolder,
         options: &SweepOptions,
-        record: &mut dyn FnMut(TrialResult, &mut dyn FnMut(SweepEvent)) -> Result<(), Failure>,
+        record: &mut RecordResult,
         on_event: &mut dyn FnMut(SweepEvent),
     ) -> Result<SweepEnd, Failure> {
         let need = |trial: usize| {

@@ -86,7 +86,7 @@ fn icicle(plan: &MemoryPlan, space: MemorySpace, name: &str) -> Option<String> {
     (root.bytes > 0).then(|| {
         let whole = root.bytes;
         root.children.iter_mut().for_each(|child| child.arrange((whole as f64 * MIN_FRACTION) as u64));
-        root.children.sort_by(|a, b| b.bytes.cmp(&a.bytes));
+        root.children.sort_by_key(|part| std::cmp::Reverse(part.bytes));
         let mut out = String::from("<div class=icicle>");
         root.html(whole, 0, &mut out);
         out.push_str("</div>\n");

@@ -74,7 +74,7 @@ fn write(out: &mut impl Write, runs: &[RunHistory]) -> io::Result<()> {
     section(out, "Memory", charts::memory(runs))?;
     section(out, "Training", charts::training(runs))?;
     if runs.len() > 1 {
-        write!(out, "<section><h2>What differs</h2>{}</section>\n", differences_table(runs))?;
+        writeln!(out, "<section><h2>What differs</h2>{}</section>", differences_table(runs))?;
     }
     for (at, run) in runs.iter().enumerate() {
         out.write_all(plan_section(at, runs.len(), run).as_bytes())?;
@@ -84,9 +84,9 @@ fn write(out: &mut impl Write, runs: &[RunHistory]) -> io::Result<()> {
         let job = fs::read_to_string(run.record.folder.job()).unwrap_or_default();
         if !job.is_empty() {
             let open = if runs.len() == 1 { " open" } else { "" };
-            write!(
+            writeln!(
                 out,
-                "<details{open}><summary>{}</summary><pre>{}</pre></details>\n",
+                "<details{open}><summary>{}</summary><pre>{}</pre></details>",
                 escape(&of_run("Resolved job", at, runs.len())),
                 escape(&job)
             )?;
@@ -180,7 +180,7 @@ fn section(out: &mut impl Write, title: &str, charts: Vec<chart::Chart>) -> io::
     if charts.is_empty() {
         return Ok(());
     }
-    write!(out, "<section><h2>{title}</h2><div class=charts>\n")?;
+    writeln!(out, "<section><h2>{title}</h2><div class=charts>")?;
     for chart in charts {
         out.write_all(chart.html()?.as_bytes())?;
     }
