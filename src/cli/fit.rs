@@ -258,7 +258,7 @@ impl FitArgs {
 /// What writing `report.html` at the end of a run may take.
 const REPORT_LIMIT: Duration = Duration::from_secs(1);
 
-/// Writes `report.html` into the folder of a run that has ended. A failure is a warning: the run is complete without it.
+/// Writes `report.html` into the folder of a run that has ended. A failure is a warning: the run is complete.
 fn write_report(folder: &RunDir, quiet: bool) {
     if !folder.events().exists() {
         return;

@@ -152,7 +152,7 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever comes: a bounded number of points, each of them measured, in order, with both extremes and both ends.
+        /// Whatever comes: a bounded number of points, each measured, in order, with both extremes and both ends.
         #[test]
         fn points_are_few_real_and_in_order(
             values in prop::collection::btree_map(0u64..100_000, -1e3f64..1e3, 1..400),

@@ -13,8 +13,8 @@ use rustix::mm::{Advice, madvise};
 use super::{measure, pressure, probe};
 
 /// Fraction of the program's code, in 64ths, that may be resident: what training, evaluation and checkpoints run. Code
-/// beyond it is dropped, see [`ProcessMemory::enforce_limit`]. Code of the dev profile is less dense: it is optimized less,
-/// and not across units.
+/// beyond it is dropped, see [`ProcessMemory::enforce_limit`]. Code of the dev profile is less dense: it is optimized
+/// less, and not across units.
 const RESIDENT_CODE_64THS: u64 = if cfg!(debug_assertions) { 29 } else { 24 };
 
 /// Before a phase of work whose code is not mapped yet, code is dropped if less than this much of its allowance is left,

@@ -1,6 +1,6 @@
 //! A child process that must not outlive its parent, however that ends: the kernel kills it.
 //!
-//! The parent passes its pid; the child asks the kernel for the signal. Elsewhere than on Linux nothing happens.
+//! The parent passes its pid; the child requests the signal from the kernel. Elsewhere than on Linux nothing happens.
 
 use std::process::Command;
 

@@ -57,7 +57,7 @@ impl FitProcess {
         }))
     }
 
-    /// Asks it to stop with a checkpoint; a second request of the same kind ends it at once.
+    /// Signals it to stop with a checkpoint; a second request of the same kind ends it at once.
     pub fn stop(&mut self, signal: Signal) {
         #[cfg(unix)]
         {

@@ -1,6 +1,7 @@
 //! Exports of every kind of model with random weights. What is read back equals what was exported; the files
 //! themselves are compared with other tools by `scripts/export-interop.py`, which reads what
-//! `writes_what_other_tools_compare` leaves in `TRAINER_EXPORT_DIR`. What they gave is in `tests/data/export-golden.json`.
+//! `writes_what_other_tools_compare` leaves in `TRAINER_EXPORT_DIR`. What they gave is in
+//! `tests/data/export-golden.json`.
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};

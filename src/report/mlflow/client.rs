@@ -18,7 +18,7 @@ const MAX_VALUE: usize = 500;
 const TIMEOUT: Duration = Duration::from_secs(5);
 const MAX_ANSWER: u64 = 1 << 20;
 
-/// A token for servers that ask for one, as MLflow's own client reads it.
+/// A token for servers that require one, as MLflow's own client reads it.
 const TOKEN_VAR: &str = "MLFLOW_TRACKING_TOKEN";
 
 /// One value of a metric.
