@@ -7,6 +7,5 @@ static ALLOCATOR: trainer::memory::measure::CountingAllocator = trainer::memory:
 fn main() -> std::process::ExitCode {
     trainer::memory::measure::tune_malloc();
     trainer::train::signals::ignore_sigxfsz();
-    trainer::memory::process::disable_huge_code_pages();
     trainer::cli::run(std::env::args_os()).into()
 }

@@ -1,25 +1,15 @@
 //! The process part of a plan: resident memory outside the counted heap.
 //!
 //! Code, thread stacks, allocator overhead and library caches are resident too, and the OOM killer counts the sum. They
-//! are measured when the plan is made, after freed memory was returned to the system, and what is known to come later
-//! is added: training has not touched its stacks yet. Code pages are dropped before measuring, since how many are
-//! mapped depends on what ran before and on how the executable lies in the page cache.
-
-use std::sync::{Mutex, PoisonError};
-
-#[cfg(target_os = "linux")]
-use rustix::mm::{Advice, madvise};
+//! are measured when the plan is made, after freed memory was returned to the system, and what comes later is added:
+//! training has not touched its stacks yet. Which code is resident depends on what ran, on how the kernel reads ahead
+//! and on how the executable lies in the page cache, so the plan counts all of it, and training maps all of it.
 
 use super::{measure, pressure, probe};
 
-/// Fraction of the program's code, in 64ths, that may be resident: what training, evaluation and checkpoints run. Code
-/// beyond it is dropped, see [`ProcessMemory::enforce_limit`]. Code of the dev profile is less dense: it is optimized
-/// less, and not across units.
-const RESIDENT_CODE_64THS: u64 = if cfg!(debug_assertions) { 29 } else { 24 };
-
-/// Before a phase of work whose code is not mapped yet, code is dropped if less than this much of its allowance is left,
-/// in 64ths of all code: the phase may touch as much before the next check.
-const CODE_HEADROOM_64THS: u64 = if cfg!(debug_assertions) { 13 } else { 10 };
+/// Read-only mappings of other files up to this size are counted as code too: the small libraries of the system. A large
+/// one, such as those of a GPU, is never needed whole.
+const SMALL_LIBRARY_BYTES: usize = 4 << 20;
 
 /// Stack and thread-local memory that a thread touches: one that computes, besides the buffers of kernels, and one that
 /// loads data, which decodes images.
@@ -41,6 +31,9 @@ const GRANULARITY: u64 = 1 << 19;
 /// How far the kernel's RSS counters may lag: it folds in the per-thread page counts only now and then.
 const RSS_COUNTER_LAG: u64 = 1 << 18;
 
+/// A page of the kernel, or a part of one.
+const PAGE_BYTES: usize = 4096;
+
 /// Fixes the process part, for tests that compare plans byte by byte.
 const FIXED_BYTES_VAR: &str = "TRAINER_PROCESS_BYTES";
 
@@ -53,10 +46,6 @@ pub struct ProcessMemory {
     pub preparation_peak: u64,
     /// Heap that data preparation left behind, in caches of libraries and threads.
     pub leftover_heap: u64,
-    /// Maximum file-backed resident memory; 0 if it was not measured.
-    max_file_rss: u64,
-    /// The part of it that is kept free, when the phase of work changes, for code that has not run yet.
-    code_headroom: u64,
 }
 
 /// The threads of a run, whose stacks the plan counts.
@@ -75,39 +64,6 @@ impl ThreadStacks {
     }
 }
 
-/// The kind of work between two checks; each runs its own code.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum WorkPhase {
-    Training,
-    Update,
-    Evaluation,
-    Checkpoint,
-    Reporting,
-}
-
-/// The phases of work that ran since all code was within its allowance: their code is mapped, and they need no headroom.
-#[derive(Debug, Default, PartialEq, Eq)]
-struct RecentWork(Vec<WorkPhase>);
-
-impl RecentWork {
-    const NONE: Self = Self(Vec::new());
-
-    /// The most file-backed memory that may be resident before `work` runs.
-    fn limit(&self, work: WorkPhase, max_file_rss: u64, code_headroom: u64) -> u64 {
-        max_file_rss - if self.0.contains(&work) { 0 } else { code_headroom }
-    }
-
-    /// Notes that `work` runs now. Where code `exceeded` its allowance, any of it may have been dropped.
-    fn note(&mut self, work: WorkPhase, exceeded: bool) {
-        if exceeded {
-            self.0.clear();
-        }
-        if !self.0.contains(&work) {
-            self.0.push(work);
-        }
-    }
-}
-
 impl ProcessMemory {
     /// Returns freed memory to the system and measures this process, which will touch these stacks. `leftover_heap`:
     /// live heap that no reservation covers. All zero if the system does not report its memory.
@@ -117,108 +73,88 @@ impl ProcessMemory {
         }
         pressure::release_to_os();
         let preparation_peak = (measure::resident_peak() + RSS_COUNTER_LAG).next_multiple_of(GRANULARITY);
-        let code = drop_code_pages(|| false);
         let Some(resident) = probe::proc_status("VmRSS:") else { return Self::default() };
-        let later = code * RESIDENT_CODE_64THS / 64 + FRAGMENTATION_BYTES + stacks.bytes();
+        let unmapped_code: u64 = code_mappings().iter().map(CodeMapping::unmapped_bytes).sum();
+        let later = unmapped_code + FRAGMENTATION_BYTES + stacks.bytes();
         let non_heap = (resident.saturating_sub(measure::live_bytes()) + later).next_multiple_of(GRANULARITY);
-        let file = probe::proc_status("RssFile:").map_or(0, |file| file + code * RESIDENT_CODE_64THS / 64);
-        Self {
-            non_heap,
-            preparation_peak,
-            leftover_heap,
-            max_file_rss: file,
-            code_headroom: code * CODE_HEADROOM_64THS / 64,
-        }
+        Self { non_heap, preparation_peak, leftover_heap }
     }
 
-    /// Keeps resident memory outside the heap within its part before more `work` runs. Trims fragments if the total
-    /// comes close to `planned` bytes, and drops code pages; code that is still needed is mapped again from the page
-    /// cache. Costs some microseconds if there is nothing to do.
-    pub fn enforce_limit(&self, planned: u64, work: WorkPhase) {
-        static RECENT_WORK: Mutex<RecentWork> = Mutex::new(RecentWork::NONE);
-        if self.max_file_rss == 0 {
-            return;
-        }
-        // /proc/self/statm: field 1 is total resident pages, field 2 file-backed ones.
-        let pages = |field: usize| {
-            let text = std::fs::read_to_string("/proc/self/statm").unwrap_or_default();
-            let pages = text.split(' ').nth(field).and_then(|pages| pages.parse::<u64>().ok());
-            pages.unwrap_or(0) * 4096
-        };
+    /// Trims fragments of freed memory if resident memory comes close to `planned` bytes. Costs some microseconds if
+    /// there is nothing to do.
+    pub fn enforce_limit(&self, planned: u64) {
+        // /proc/self/statm: field 1 is resident pages.
+        let text = std::fs::read_to_string("/proc/self/statm").unwrap_or_default();
+        let pages = text.split(' ').nth(1).and_then(|pages| pages.parse::<u64>().ok());
         let margin = (planned / TRIM_MARGIN_FRACTION).clamp(TRIM_MARGIN_BYTES.0, TRIM_MARGIN_BYTES.1);
-        if pages(1) + margin > planned {
+        if pages.unwrap_or(0) * PAGE_BYTES as u64 + margin > planned {
             pressure::trim_malloc();
         }
-        let mut recent = RECENT_WORK.lock().unwrap_or_else(PoisonError::into_inner);
-        let file_rss = pages(2);
-        if file_rss > recent.limit(work, self.max_file_rss, self.code_headroom) {
-            drop_code_pages(|| pages(2) <= self.max_file_rss - self.code_headroom);
-        }
-        recent.note(work, file_rss > self.max_file_rss);
     }
 }
 
-/// Drops resident code pages of this program, chunk by chunk until `is_enough`, starting after the last chunk dropped.
-/// Returns the total bytes of code, resident or not; 0 if the system does not report them.
-fn drop_code_pages(is_enough: impl Fn() -> bool) -> u64 {
-    #[cfg(target_os = "linux")]
-    {
-        use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
-        static NEXT_CHUNK: AtomicUsize = AtomicUsize::new(0);
-        const CHUNK_BYTES: usize = 1 << 20;
-        let maps = std::fs::read_to_string("/proc/self/maps").unwrap_or_default();
-        let own = std::fs::read_link("/proc/self/exe").unwrap_or_default();
-        let own = maps.lines().filter(|line| line.ends_with(&*own.to_string_lossy()));
-        let mappings = own.filter_map(parse_code_mapping).filter(|(.., executable)| *executable);
-        let chunks: Vec<(usize, usize)> = mappings
-            .flat_map(|(start, end, _)| {
-                (start..end).step_by(CHUNK_BYTES).map(move |at| (at, end.min(at + CHUNK_BYTES)))
-            })
-            .collect();
-        for _ in 0..chunks.len() {
-            let (start, end) = chunks[NEXT_CHUNK.fetch_add(1, Relaxed) % chunks.len()];
-            // SAFETY: as in `disable_huge_code_pages`.
-            let _ = unsafe { madvise(start as *mut _, end - start, Advice::LinuxDontNeed) };
-            if is_enough() {
-                break;
+/// Maps all code that the plan counts, so that it is resident from the first step on as planned, and no step waits for
+/// it.
+pub fn map_code() {
+    for mapping in code_mappings() {
+        for page in (mapping.start..mapping.end).step_by(PAGE_BYTES) {
+            // SAFETY: the page belongs to a readable mapping of the program or a library, which are never unmapped.
+            unsafe { std::ptr::read_volatile(page as *const u8) };
+        }
+    }
+}
+
+/// A read-only mapping of the executable or a small library.
+#[derive(Debug, PartialEq, Eq)]
+struct CodeMapping {
+    start: usize,
+    end: usize,
+    resident_bytes: u64,
+}
+
+impl CodeMapping {
+    fn unmapped_bytes(&self) -> u64 {
+        ((self.end - self.start) as u64).saturating_sub(self.resident_bytes)
+    }
+}
+
+/// The code of this process; empty if the system does not report it.
+fn code_mappings() -> Vec<CodeMapping> {
+    let smaps = std::fs::read_to_string("/proc/self/smaps").unwrap_or_default();
+    let executable = std::fs::read_link("/proc/self/exe").unwrap_or_default();
+    parse_code_mappings(&smaps, &executable.to_string_lossy())
+}
+
+/// The code mappings in the text of `/proc/self/smaps`: a line for each mapping, followed by lines of its counters.
+fn parse_code_mappings(smaps: &str, executable: &str) -> Vec<CodeMapping> {
+    let mut mappings: Vec<CodeMapping> = Vec::new();
+    let mut is_code = false;
+    for line in smaps.lines() {
+        if let Some(kilobytes) = line.strip_prefix("Rss:").and_then(|rest| rest.strip_suffix("kB")) {
+            if let (true, Some(last)) = (is_code, mappings.last_mut()) {
+                last.resident_bytes = kilobytes.trim().parse::<u64>().unwrap_or(0) * 1024;
             }
-        }
-        chunks.iter().map(|(start, end)| (end - start) as u64).sum()
-    }
-    #[cfg(not(target_os = "linux"))]
-    {
-        let _ = is_enough;
-        0
-    }
-}
-
-/// Makes the kernel map this program's code in small pages on demand. If the executable lies in huge pages of the page
-/// cache, a first touch would otherwise map 2 MiB.
-pub fn disable_huge_code_pages() {
-    #[cfg(target_os = "linux")]
-    for line in std::fs::read_to_string("/proc/self/maps").unwrap_or_default().lines() {
-        let Some((start, end, executable)) = parse_code_mapping(line) else { continue };
-        // SAFETY: the advice changes no content. Read-execute mappings are backed by the file and fault in again when
-        // touched; pages that were written to, such as relocations, are in other mappings.
-        unsafe {
-            let _ = madvise(start as *mut _, end - start, Advice::LinuxNoHugepage);
-            if executable {
-                let _ = madvise(start as *mut _, end - start, Advice::LinuxDontNeed);
+        } else if let Some((start, end, file)) = parse_read_only_mapping(line) {
+            is_code = file == executable || end - start <= SMALL_LIBRARY_BYTES;
+            if is_code {
+                mappings.push(CodeMapping { start, end, resident_bytes: 0 });
             }
+        } else if !line.split(' ').next().unwrap_or("").ends_with(':') {
+            is_code = false;
         }
     }
+    mappings
 }
 
-/// Start, end and whether it is executable, of a file mapping that is not writable, from a line of `/proc/self/maps`.
-#[cfg(target_os = "linux")]
-fn parse_code_mapping(line: &str) -> Option<(usize, usize, bool)> {
-    let mut fields = line.split_whitespace();
+/// Start, end and file of a mapping that is readable and not writable, from its first line in `/proc/self/smaps`.
+fn parse_read_only_mapping(line: &str) -> Option<(usize, usize, &str)> {
+    let mut fields = line.splitn(6, ' ');
     let (range, rights) = (fields.next()?, fields.next()?);
-    let file = fields.nth(3)?;
+    let file = fields.nth(3)?.trim_start();
     let (start, end) = range.split_once('-')?;
     let address = |text| usize::from_str_radix(text, 16).ok();
     let wanted = file.starts_with('/') && matches!(rights, "r--p" | "r-xp");
-    wanted.then_some((address(start)?, address(end)?, rights == "r-xp"))
+    wanted.then_some((address(start)?, address(end)?, file))
 }
 
 #[cfg(all(test, target_os = "linux"))]
@@ -226,28 +162,27 @@ mod tests {
     use super::*;
 
     #[test]
-    fn work_whose_code_is_not_mapped_has_headroom() {
-        let mut recent = RecentWork::default();
-        let limits = |recent: &RecentWork| {
-            [WorkPhase::Training, WorkPhase::Update, WorkPhase::Evaluation]
-                .map(|work| recent.limit(work, 100, 30))
-        };
-        assert_eq!(limits(&recent), [70, 70, 70]);
-        recent.note(WorkPhase::Training, false);
-        recent.note(WorkPhase::Update, false);
-        assert_eq!(limits(&recent), [100, 100, 70]);
-        recent.note(WorkPhase::Update, true);
-        assert_eq!(limits(&recent), [70, 100, 70]);
+    fn the_program_and_small_libraries_are_code() {
+        let smaps = "\
+1000-3000 r--p 00000000 08:01 1234                       /bin/x y\nSize: 8 kB\nRss:                4 kB\n\
+3000-5000 rw-p 00002000 08:01 1234                       /bin/x y\nRss:                8 kB\n\
+5000-6000 rw-p 00000000 00:00 0 \nRss:                8 kB\n\
+10000000-20000000 r-xp 00000000 08:01 99                 /lib/large.so\nRss:                64 kB\n\
+20000000-20001000 r-xp 00000000 08:01 98                 /lib/small.so\nRss:                0 kB\n\
+30000000-30001000 r-xp 00000000 00:00 0                  [vdso]\nRss:                4 kB\n";
+        let code = parse_code_mappings(smaps, "/bin/x y");
+        let mapping = |start, end, resident_bytes| CodeMapping { start, end, resident_bytes };
+        assert_eq!(code, [mapping(0x1000, 0x3000, 4096), mapping(0x2000_0000, 0x2000_1000, 0)]);
+        assert_eq!(code.iter().map(CodeMapping::unmapped_bytes).collect::<Vec<_>>(), [4096, 4096]);
     }
 
     #[test]
-    fn code_mappings_are_distinguished_from_data_and_stack() {
-        let line = |rights: &str, file: &str| format!("55d0-55e0 {rights} 0001000 08:01 1234   {file}");
-        assert_eq!(parse_code_mapping(&line("r-xp", "/bin/x")), Some((0x55d0, 0x55e0, true)));
-        assert_eq!(parse_code_mapping(&line("r--p", "/bin/x")), Some((0x55d0, 0x55e0, false)));
-        assert_eq!(parse_code_mapping(&line("rw-p", "/bin/x")), None);
-        assert_eq!(parse_code_mapping(&line("rw-p", "[heap]")), None);
-        assert_eq!(parse_code_mapping("7f00-7f01 r-xp 0000 00:00 0"), None);
-        disable_huge_code_pages();
+    fn mapped_code_is_resident() {
+        map_code();
+        let code = code_mappings();
+        let total: usize = code.iter().map(|mapping| mapping.end - mapping.start).sum();
+        let unmapped: u64 = code.iter().map(CodeMapping::unmapped_bytes).sum();
+        assert!(total > 8 << 20, "the code of this test is larger than {total} bytes");
+        assert!(unmapped < total as u64 / 8, "{unmapped} of {total} bytes are not resident");
     }
 }

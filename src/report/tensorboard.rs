@@ -168,12 +168,14 @@ fn frame(payload: &[u8]) -> Vec<u8> {
 /// The part of the protobuf wire format that scalars need.
 struct ProtoMessage(Vec<u8>);
 
-fn encode(build: impl FnOnce(ProtoMessage) -> ProtoMessage) -> Vec<u8> {
-    build(ProtoMessage(Vec::new())).0
+fn encode(build: impl FnOnce(&mut ProtoMessage) -> &mut ProtoMessage) -> Vec<u8> {
+    let mut message = ProtoMessage(Vec::new());
+    build(&mut message);
+    message.0
 }
 
 impl ProtoMessage {
-    fn varint(mut self, mut n: u64) -> Self {
+    fn varint(&mut self, mut n: u64) -> &mut Self {
         while n >= 0x80 {
             self.0.push(n as u8 | 0x80);
             n >>= 7;
@@ -182,28 +184,28 @@ impl ProtoMessage {
         self
     }
 
-    fn key(self, field: u64, wire: u64) -> Self {
+    fn key(&mut self, field: u64, wire: u64) -> &mut Self {
         self.varint(field << 3 | wire)
     }
 
-    fn int(self, field: u64, n: u64) -> Self {
+    fn int(&mut self, field: u64, n: u64) -> &mut Self {
         self.key(field, 0).varint(n)
     }
 
-    fn double(self, field: u64, x: f64) -> Self {
-        let mut m = self.key(field, 1);
+    fn double(&mut self, field: u64, x: f64) -> &mut Self {
+        let m = self.key(field, 1);
         m.0.extend(x.to_le_bytes());
         m
     }
 
-    fn bytes(self, field: u64, bytes: &[u8]) -> Self {
-        let mut m = self.key(field, 2).varint(bytes.len() as u64);
+    fn bytes(&mut self, field: u64, bytes: &[u8]) -> &mut Self {
+        let m = self.key(field, 2).varint(bytes.len() as u64);
         m.0.extend(bytes);
         m
     }
 
-    fn float(self, field: u64, x: f32) -> Self {
-        let mut m = self.key(field, 5);
+    fn float(&mut self, field: u64, x: f32) -> &mut Self {
+        let m = self.key(field, 5);
         m.0.extend(x.to_le_bytes());
         m
     }

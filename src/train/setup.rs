@@ -26,7 +26,7 @@ use crate::job::{
 use crate::kernels::matmul;
 use crate::memory::gpu::GpuDevice;
 use crate::memory::measure;
-use crate::memory::process::{ProcessMemory, ThreadStacks, WorkPhase};
+use crate::memory::process::{ProcessMemory, ThreadStacks};
 use crate::metrics::task::TargetScale;
 use crate::models::{BuiltModel, LossOptions, ModelError};
 use crate::params::{ParamLayout, ParamRules};
@@ -264,11 +264,11 @@ impl Setup {
         self
     }
 
-    /// Keeps resident memory within the plan before a phase of work. Does nothing on a GPU: most resident memory is
-    /// then driver and library code that every step runs, and dropping it would cost milliseconds each time.
-    pub(super) fn limit_resident_memory(&self, work: WorkPhase) {
+    /// Keeps resident memory within the plan. Does nothing on a GPU, where most of it is the driver's and the plan of the
+    /// heap is not the peak.
+    pub(super) fn limit_resident_memory(&self) {
         if self.gpu.is_none() {
-            self.process.enforce_limit(measure::planned_peak() + self.process.non_heap, work);
+            self.process.enforce_limit(measure::planned_peak() + self.process.non_heap);
         }
     }
 

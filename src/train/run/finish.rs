@@ -4,7 +4,6 @@ use super::{Run, RunOutcome};
 use crate::events::event::{BestCheckpoint, Event, MemoryBytes};
 use crate::memory::device_heap::HeapStats;
 use crate::memory::measure;
-use crate::memory::process::WorkPhase;
 use crate::train::Failure;
 use crate::train::early_stop::StopReason;
 use crate::train::signals::Signal;
@@ -46,7 +45,7 @@ impl Run<'_> {
     /// Ends the run; `stopped` says why it ends before its last update.
     fn end(&mut self, stopped: Option<String>) -> Result<RunOutcome, Failure> {
         let (setup, step) = (self.ctx.setup, self.ctx.position.step);
-        setup.limit_resident_memory(WorkPhase::Reporting);
+        setup.limit_resident_memory();
         if !self.overflowed {
             self.prune_checkpoints()?;
         }
