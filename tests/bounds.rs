@@ -14,8 +14,8 @@ use serde_json::Value;
 
 use crate::fixtures;
 use crate::harness::{
-    MIB, events, finish, gzip, in_parallel, job_folder, last, measured_command, named, ran_in_own_process,
-    tar, write_files,
+    MIB, assert_nothing_wrong, events, finish, gzip, in_parallel, job_folder, last, measured_command, named,
+    ran_in_own_process, tar, write_files,
 };
 
 /// A plan may exceed the larger measured peak by 5 %, or by 16 MiB in a job that takes less than 64 MiB.
@@ -350,7 +350,7 @@ fn the_plan_is_never_below_what_is_measured_and_little_above() {
     println!("{}", table(&rows));
     let wrong: Vec<String> =
         rows.iter().filter_map(|(name, seen)| Some(format!("{name}: {}", seen.violation()?))).collect();
-    assert!(wrong.is_empty(), "of {} jobs:\n{}", rows.len(), wrong.join("\n"));
+    assert_nothing_wrong(&wrong);
     if only.is_empty() {
         assert!(rows.len() >= 40);
         let recomputed = rows.iter().filter(|(_, seen)| seen.recomputed > 0).count();

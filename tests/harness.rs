@@ -35,6 +35,16 @@ pub fn skip(why: impl Display) {
     eprintln!("skipped: {why}");
 }
 
+/// Fails if anything was found wrong, and says so past the capture of output: the summary of failures comes only at the
+/// end of a log, which may be cut.
+pub fn assert_nothing_wrong(wrong: &[String]) {
+    if !wrong.is_empty() {
+        let text = wrong.join("\n");
+        let _ = writeln!(std::io::stderr(), "{text}");
+        panic!("{text}");
+    }
+}
+
 /// A temporary folder with a `job.toml`.
 pub fn job_folder(job: impl AsRef<[u8]>) -> TempDir {
     let folder = tempfile::tempdir().unwrap();

@@ -10,6 +10,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use serde::Serialize;
 
+use super::resident_limit;
 use crate::base::units::Bytes;
 use crate::base::{Phase, Role};
 
@@ -192,6 +193,7 @@ impl Ledger {
 
     /// Reserves `bytes` for `role`, or changes nothing and returns why. `requester` names the caller.
     pub fn reserve(&self, role: Role, requester: &str, bytes: u64) -> Result<Reservation, Oom> {
+        resident_limit::limit_code();
         let mut account = lock(&self.account);
         account.requests += 1;
         let available = account.budget.saturating_sub(account.total);

@@ -14,5 +14,6 @@ pub mod placement;
 pub mod pressure;
 pub mod probe;
 pub mod process;
+pub mod resident_limit;
 
 pub use ledger::{InjectedOom, Ledger, Oom, RefusedBy, Reservation};

@@ -1,15 +1,17 @@
 //! The process part of a plan: resident memory outside the counted heap.
 //!
 //! Code, thread stacks, allocator overhead and library caches are resident too, and the OOM killer counts the sum. They
-//! are measured when the plan is made, after freed memory was returned to the system, and what comes later is added:
-//! training has not touched its stacks yet. Which code is resident depends on what ran, on how the kernel reads ahead
-//! and on how the executable lies in the page cache, so the plan counts all of it, and training maps all of it.
+//! are measured when the plan is made, after freed memory was returned to the system, and what is known to come later
+//! is added: training has not touched its stacks yet. Code pages are dropped before measuring, since how many are
+//! mapped depends on what ran before and on how the executable lies in the page cache; while training runs,
+//! [`resident_limit`] keeps them within their part.
 
+use super::resident_limit::{self, ResidentLimit};
 use super::{measure, pressure, probe};
 
-/// Read-only mappings of other files up to this size are counted as code too: the small libraries of the system. A large
-/// one, such as those of a GPU, is never needed whole.
-const SMALL_LIBRARY_BYTES: usize = 4 << 20;
+/// Fraction of the program's code, in 64ths, that may be resident: what training, evaluation and checkpoints run. Code
+/// of the dev profile is less dense: it is optimized less, and not across units.
+const RESIDENT_CODE_64THS: u64 = if cfg!(debug_assertions) { 29 } else { 24 };
 
 /// Stack and thread-local memory that a thread touches: one that computes, besides the buffers of kernels, and one that
 /// loads data, which decodes images.
@@ -17,22 +19,14 @@ const COMPUTE_STACK_BYTES: u64 = 64 << 10;
 const LOADER_STACK_BYTES: u64 = 96 << 10;
 
 /// Fragmentation: freed small blocks that the C library keeps between live ones and at the top of its heap, and the
-/// unused ends of the pages of large buffers. Beyond this it is trimmed, see [`ProcessMemory::enforce_limit`].
+/// unused ends of the pages of large buffers. Beyond this it is trimmed, see [`resident_limit`].
 const FRAGMENTATION_BYTES: u64 = 4 << 19;
-
-/// Fragments are trimmed when less than this part of the plan is left, but not less than the first and not more than the
-/// second number of bytes: a larger job leaves larger fragments between two checks.
-const TRIM_MARGIN_FRACTION: u64 = 64;
-const TRIM_MARGIN_BYTES: (u64, u64) = (1 << 20, 4 << 20);
 
 /// The process part is rounded up to this, so that `trainer plan` and the run, which measures again, mostly agree.
 const GRANULARITY: u64 = 1 << 19;
 
 /// How far the kernel's RSS counters may lag: it folds in the per-thread page counts only now and then.
 const RSS_COUNTER_LAG: u64 = 1 << 18;
-
-/// A page of the kernel, or a part of one.
-const PAGE_BYTES: usize = 4096;
 
 /// Fixes the process part, for tests that compare plans byte by byte.
 const FIXED_BYTES_VAR: &str = "TRAINER_PROCESS_BYTES";
@@ -46,6 +40,8 @@ pub struct ProcessMemory {
     pub preparation_peak: u64,
     /// Heap that data preparation left behind, in caches of libraries and threads.
     pub leftover_heap: u64,
+    /// Maximum file-backed resident memory, a part of `non_heap`; 0 if it was not measured.
+    max_file_rss: u64,
 }
 
 /// The threads of a run, whose stacks the plan counts.
@@ -73,116 +69,18 @@ impl ProcessMemory {
         }
         pressure::release_to_os();
         let preparation_peak = (measure::resident_peak() + RSS_COUNTER_LAG).next_multiple_of(GRANULARITY);
+        let code = resident_limit::drop_code() * RESIDENT_CODE_64THS / 64;
         let Some(resident) = probe::proc_status("VmRSS:") else { return Self::default() };
-        let unmapped_code: u64 = code_mappings().iter().map(CodeMapping::unmapped_bytes).sum();
-        let later = unmapped_code + FRAGMENTATION_BYTES + stacks.bytes();
+        let later = code + FRAGMENTATION_BYTES + stacks.bytes();
         let non_heap = (resident.saturating_sub(measure::live_bytes()) + later).next_multiple_of(GRANULARITY);
-        Self { non_heap, preparation_peak, leftover_heap }
+        let max_file_rss = probe::proc_status("RssFile:").map_or(0, |file| file + code);
+        Self { non_heap, preparation_peak, leftover_heap, max_file_rss }
     }
 
-    /// Trims fragments of freed memory if resident memory comes close to `planned` bytes. Costs some microseconds if
-    /// there is nothing to do.
-    pub fn enforce_limit(&self, planned: u64) {
-        // /proc/self/statm: field 1 is resident pages.
-        let text = std::fs::read_to_string("/proc/self/statm").unwrap_or_default();
-        let pages = text.split(' ').nth(1).and_then(|pages| pages.parse::<u64>().ok());
-        let margin = (planned / TRIM_MARGIN_FRACTION).clamp(TRIM_MARGIN_BYTES.0, TRIM_MARGIN_BYTES.1);
-        if pages.unwrap_or(0) * PAGE_BYTES as u64 + margin > planned {
-            pressure::trim_malloc();
+    /// Keeps resident memory outside the heap within this part from now on.
+    pub fn enforce(&self) {
+        if self.max_file_rss > 0 {
+            resident_limit::set(ResidentLimit { non_heap: self.non_heap, max_file_rss: self.max_file_rss });
         }
-    }
-}
-
-/// Maps all code that the plan counts, so that it is resident from the first step on as planned, and no step waits for
-/// it.
-pub fn map_code() {
-    for mapping in code_mappings() {
-        for page in (mapping.start..mapping.end).step_by(PAGE_BYTES) {
-            // SAFETY: the page belongs to a readable mapping of the program or a library, which are never unmapped.
-            unsafe { std::ptr::read_volatile(page as *const u8) };
-        }
-    }
-}
-
-/// A read-only mapping of the executable or a small library.
-#[derive(Debug, PartialEq, Eq)]
-struct CodeMapping {
-    start: usize,
-    end: usize,
-    resident_bytes: u64,
-}
-
-impl CodeMapping {
-    fn unmapped_bytes(&self) -> u64 {
-        ((self.end - self.start) as u64).saturating_sub(self.resident_bytes)
-    }
-}
-
-/// The code of this process; empty if the system does not report it.
-fn code_mappings() -> Vec<CodeMapping> {
-    let smaps = std::fs::read_to_string("/proc/self/smaps").unwrap_or_default();
-    let executable = std::fs::read_link("/proc/self/exe").unwrap_or_default();
-    parse_code_mappings(&smaps, &executable.to_string_lossy())
-}
-
-/// The code mappings in the text of `/proc/self/smaps`: a line for each mapping, followed by lines of its counters.
-fn parse_code_mappings(smaps: &str, executable: &str) -> Vec<CodeMapping> {
-    let mut mappings: Vec<CodeMapping> = Vec::new();
-    let mut is_code = false;
-    for line in smaps.lines() {
-        if let Some(kilobytes) = line.strip_prefix("Rss:").and_then(|rest| rest.strip_suffix("kB")) {
-            if let (true, Some(last)) = (is_code, mappings.last_mut()) {
-                last.resident_bytes = kilobytes.trim().parse::<u64>().unwrap_or(0) * 1024;
-            }
-        } else if let Some((start, end, file)) = parse_read_only_mapping(line) {
-            is_code = file == executable || end - start <= SMALL_LIBRARY_BYTES;
-            if is_code {
-                mappings.push(CodeMapping { start, end, resident_bytes: 0 });
-            }
-        } else if !line.split(' ').next().unwrap_or("").ends_with(':') {
-            is_code = false;
-        }
-    }
-    mappings
-}
-
-/// Start, end and file of a mapping that is readable and not writable, from its first line in `/proc/self/smaps`.
-fn parse_read_only_mapping(line: &str) -> Option<(usize, usize, &str)> {
-    let mut fields = line.splitn(6, ' ');
-    let (range, rights) = (fields.next()?, fields.next()?);
-    let file = fields.nth(3)?.trim_start();
-    let (start, end) = range.split_once('-')?;
-    let address = |text| usize::from_str_radix(text, 16).ok();
-    let wanted = file.starts_with('/') && matches!(rights, "r--p" | "r-xp");
-    wanted.then_some((address(start)?, address(end)?, file))
-}
-
-#[cfg(all(test, target_os = "linux"))]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_program_and_small_libraries_are_code() {
-        let smaps = "\
-1000-3000 r--p 00000000 08:01 1234                       /bin/x y\nSize: 8 kB\nRss:                4 kB\n\
-3000-5000 rw-p 00002000 08:01 1234                       /bin/x y\nRss:                8 kB\n\
-5000-6000 rw-p 00000000 00:00 0 \nRss:                8 kB\n\
-10000000-20000000 r-xp 00000000 08:01 99                 /lib/large.so\nRss:                64 kB\n\
-20000000-20001000 r-xp 00000000 08:01 98                 /lib/small.so\nRss:                0 kB\n\
-30000000-30001000 r-xp 00000000 00:00 0                  [vdso]\nRss:                4 kB\n";
-        let code = parse_code_mappings(smaps, "/bin/x y");
-        let mapping = |start, end, resident_bytes| CodeMapping { start, end, resident_bytes };
-        assert_eq!(code, [mapping(0x1000, 0x3000, 4096), mapping(0x2000_0000, 0x2000_1000, 0)]);
-        assert_eq!(code.iter().map(CodeMapping::unmapped_bytes).collect::<Vec<_>>(), [4096, 4096]);
-    }
-
-    #[test]
-    fn mapped_code_is_resident() {
-        map_code();
-        let code = code_mappings();
-        let total: usize = code.iter().map(|mapping| mapping.end - mapping.start).sum();
-        let unmapped: u64 = code.iter().map(CodeMapping::unmapped_bytes).sum();
-        assert!(total > 8 << 20, "the code of this test is larger than {total} bytes");
-        assert!(unmapped < total as u64 / 8, "{unmapped} of {total} bytes are not resident");
     }
 }

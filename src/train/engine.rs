@@ -27,7 +27,7 @@ use crate::kernels::update::{cast_into, clear, ema_update, sum_of_squares, swap}
 use crate::layers::loss::{MetricSums, PendingMetricSums};
 use crate::layers::{Mode, PassContext};
 use crate::memory::gpu::GpuDevice;
-use crate::memory::{InjectedOom, Ledger, Reservation};
+use crate::memory::{InjectedOom, Ledger, Reservation, resident_limit};
 use crate::optim::{self, Optimizer, OptimizerStep};
 use crate::param_store::ParamStore;
 use crate::planner::estimate::{Allocation, batch_bytes};
@@ -289,7 +289,7 @@ impl<'a> Engine<'a> {
         scale: f64,
         run: impl FnOnce(&Network, &Executor, &DeviceBatch, &PassScope) -> Result<R, StepError>,
     ) -> Result<R, StepError> {
-        self.setup.limit_resident_memory();
+        resident_limit::limit_all();
         let longest = batch.lengths.iter().max().map_or(usize::MAX, |&longest| longest as usize);
         let (features, network) = self.setup.network_for_length(longest);
         let spec =
@@ -347,7 +347,7 @@ impl<'a> Engine<'a> {
     /// that an OOM leaves the state intact.
     pub fn update(&mut self, grad_stats: &UpdateGradStats, lr: f64, number: u64) -> Result<(), StepError> {
         self.ledger.set_phase(Phase::Update);
-        self.setup.limit_resident_memory();
+        resident_limit::limit_all();
         let setup = self.setup;
         let bytes = optim::workspace_bytes(&self.optimizer.rule, &setup.layout.params, setup.backend());
         let _work = self.ledger.reserve(Role::Workspace, "optimizer", bytes)?;

@@ -264,14 +264,6 @@ impl Setup {
         self
     }
 
-    /// Keeps resident memory within the plan. Does nothing on a GPU, where most of it is the driver's and the plan of the
-    /// heap is not the peak.
-    pub(super) fn limit_resident_memory(&self) {
-        if self.gpu.is_none() {
-            self.process.enforce_limit(measure::planned_peak() + self.process.non_heap);
-        }
-    }
-
     pub fn features(&self) -> &Features {
         self.datasets.train.features()
     }

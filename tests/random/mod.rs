@@ -20,7 +20,7 @@ use generate::Scale;
 use report::TrialOptions;
 use run::Runner;
 
-use crate::harness::{finish, measured_command};
+use crate::harness::{assert_nothing_wrong, finish, measured_command};
 
 /// What no generated job says, and why.
 const NOT_DRAWN: [(&str, &str); 3] = [
@@ -76,7 +76,7 @@ fn forty_random_jobs_keep_every_promise() {
         .flat_map(|(case, seen)| seen.violations.iter().map(move |b| (case.seed, b)))
         .map(|(seed, broken)| format!("seed {seed}: {}: {}", broken.promise, broken.what))
         .collect();
-    assert!(broken.is_empty(), "{}", broken.join("\n"));
+    assert_nothing_wrong(&broken);
     let tried = done.iter().filter(|(_, seen)| seen.budget.is_some()).count();
     assert!(tried >= 12, "only {tried} jobs had a budget and a kill");
 }

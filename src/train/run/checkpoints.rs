@@ -10,6 +10,7 @@ use crate::events::activity::Work;
 use crate::events::event::Event;
 use crate::graph::network::StepError;
 use crate::kernels::grad_stats::GradStats;
+use crate::memory::resident_limit;
 use crate::planner::estimate::checkpoint_write_bytes;
 use crate::train::Failure;
 use crate::train::checkpoint::{CheckpointState, Checkpoints};
@@ -65,7 +66,7 @@ impl RunCheckpoints {
         let (setup, ledger) = (ctx.setup, ctx.engine.host_ledger.clone());
         ctx.begin(Work::Checkpoint, 0);
         ledger.set_phase(Phase::Checkpoint);
-        setup.limit_resident_memory();
+        resident_limit::limit_all();
         let bytes = checkpoint_write_bytes(&setup.layout, setup.dtype);
         let reserve = || ledger.reserve(Role::CheckpointWriting, "checkpoint", bytes);
         let _hold = match reserve() {
@@ -87,7 +88,7 @@ impl RunCheckpoints {
             }
             saved => saved?,
         };
-        setup.limit_resident_memory();
+        resident_limit::limit_all();
         let write_s = begun.elapsed().as_secs_f64();
         ctx.record(Event::Checkpoint { step, path: path.display().to_string(), bytes, write_s })?;
         (self.last, self.unproven) = (Some((step, path)), Some(step));

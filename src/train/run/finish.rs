@@ -4,6 +4,7 @@ use super::{Run, RunOutcome};
 use crate::events::event::{BestCheckpoint, Event, MemoryBytes};
 use crate::memory::device_heap::HeapStats;
 use crate::memory::measure;
+use crate::memory::resident_limit;
 use crate::train::Failure;
 use crate::train::early_stop::StopReason;
 use crate::train::signals::Signal;
@@ -45,7 +46,7 @@ impl Run<'_> {
     /// Ends the run; `stopped` says why it ends before its last update.
     fn end(&mut self, stopped: Option<String>) -> Result<RunOutcome, Failure> {
         let (setup, step) = (self.ctx.setup, self.ctx.position.step);
-        setup.limit_resident_memory();
+        resident_limit::limit_all();
         if !self.overflowed {
             self.prune_checkpoints()?;
         }

@@ -12,7 +12,7 @@ use crate::events::event::Event;
 use crate::events::{Reporter, Summary};
 use crate::job::Job;
 use crate::kernels::update::cast_into;
-use crate::memory::{measure, process};
+use crate::memory::measure;
 use crate::planner::plan::{MemoryPlan, PlanVerdict};
 use crate::train::Failure;
 use crate::train::checkpoint::{self, CheckpointState, Checkpoints, NewestCheckpoint};
@@ -38,7 +38,10 @@ pub(super) fn plan_run(
     let data = fingerprint(&setup, recorded, &options.opening)?;
     if options.own_process {
         setup = setup.with_process_measured();
-        process::map_code();
+        // On a GPU most resident memory is the driver's, and code that every step runs.
+        if setup.gpu.is_none() {
+            setup.process.enforce();
+        }
     }
     // The heap of the steps is compared with the plan; data preparation is a phase of its own.
     measure::reset_peaks();

@@ -1,0 +1,225 @@
+//! Keeps the resident memory of this process outside its heap within the plan.
+//!
+//! Code and freed small blocks are resident although nothing reserved them. Both can be given back at any time: code is
+//! read again from the page cache when it runs, and the C library can trim its free blocks. The ledger limits code at
+//! every reservation, so that little of it runs between two checks: often while code is being mapped, seldom once a step
+//! repeats what ran before.
+
+use std::fs::File;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+#[cfg(target_os = "linux")]
+use rustix::mm::{Advice, madvise};
+
+use super::{measure, pressure};
+
+/// Code is dropped when less than the first number of bytes of its limit is left, until the second is left: more than a
+/// program maps between two checks.
+const CODE_MARGIN_BYTES: (u64, u64) = (3 << 19, 3 << 20);
+
+/// Fragments are trimmed when less than this part of the plan is left, but not less than the first and not more than the
+/// second number of bytes: a larger job leaves larger fragments between two checks.
+const TRIM_MARGIN_FRACTION: u64 = 64;
+const TRIM_MARGIN_BYTES: (u64, u64) = (1 << 20, 4 << 20);
+
+/// The shortest and the longest time between two checks.
+const CHECK_INTERVALS: (Duration, Duration) = (Duration::from_micros(50), Duration::from_millis(4));
+
+/// How much may be resident outside the heap.
+#[derive(Clone, Copy, Debug)]
+pub struct ResidentLimit {
+    /// All of it; with the planned peak of the heap, the plan of the process.
+    pub non_heap: u64,
+    /// The file-backed part: code.
+    pub max_file_rss: u64,
+}
+
+struct LimitState {
+    limit: ResidentLimit,
+    /// `/proc/self/statm`.
+    statm: File,
+    next_check: Instant,
+    interval: Duration,
+    last_file_rss: u64,
+}
+
+static IS_SET: AtomicBool = AtomicBool::new(false);
+static STATE: Mutex<Option<LimitState>> = Mutex::new(None);
+
+/// Enforces this limit from now on, where the system reports resident memory.
+pub fn set(limit: ResidentLimit) {
+    let Ok(statm) = File::open("/proc/self/statm") else { return };
+    let interval = CHECK_INTERVALS.0;
+    let state = LimitState { limit, statm, next_check: Instant::now(), interval, last_file_rss: 0 };
+    *lock() = Some(state);
+    IS_SET.store(true, Relaxed);
+}
+
+/// Drops code beyond its limit, if it is time to check. Costs some nanoseconds if it is not, and microseconds if nothing
+/// exceeds the limit.
+pub fn limit_code() {
+    if IS_SET.load(Relaxed)
+        && let Ok(mut state) = STATE.try_lock()
+        && let Some(state) = state.as_mut()
+        && Instant::now() >= state.next_check
+    {
+        state.limit_code();
+    }
+}
+
+/// Drops code and trims freed memory, each beyond its limit. Before a micro-batch, an update, a checkpoint or a report.
+pub fn limit_all() {
+    if IS_SET.load(Relaxed)
+        && let Some(state) = lock().as_mut()
+    {
+        state.trim();
+        state.limit_code();
+    }
+}
+
+fn lock() -> MutexGuard<'static, Option<LimitState>> {
+    STATE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl LimitState {
+    fn trim(&self) {
+        let planned = measure::planned_peak() + self.limit.non_heap;
+        let margin = (planned / TRIM_MARGIN_FRACTION).clamp(TRIM_MARGIN_BYTES.0, TRIM_MARGIN_BYTES.1);
+        if read_statm(&self.statm).0 + margin > planned {
+            pressure::trim_malloc();
+        }
+    }
+
+    fn limit_code(&mut self) {
+        let file_rss = || read_statm(&self.statm).1;
+        let resident = file_rss();
+        if resident + CODE_MARGIN_BYTES.0 > self.limit.max_file_rss {
+            drop_code_until(|| file_rss() + CODE_MARGIN_BYTES.1 <= self.limit.max_file_rss);
+        }
+        self.interval = next_interval(self.interval, resident != self.last_file_rss);
+        (self.last_file_rss, self.next_check) = (resident, Instant::now() + self.interval);
+    }
+}
+
+/// The time until the next check: short if more code `was_mapped` since the last one, longer each time if not.
+fn next_interval(interval: Duration, was_mapped: bool) -> Duration {
+    if was_mapped { CHECK_INTERVALS.0 } else { (interval * 2).min(CHECK_INTERVALS.1) }
+}
+
+/// Resident bytes, and the file-backed ones of them, from `/proc/self/statm`: the second and the third field, in pages.
+fn read_statm(statm: &File) -> (u64, u64) {
+    let mut text = [0; 128];
+    #[cfg(unix)]
+    let len = std::os::unix::fs::FileExt::read_at(statm, &mut text, 0).unwrap_or(0);
+    #[cfg(not(unix))]
+    let len = 0;
+    parse_statm(str::from_utf8(&text[..len]).unwrap_or_default())
+}
+
+fn parse_statm(text: &str) -> (u64, u64) {
+    let mut fields = text.split(' ').skip(1).map(|pages| pages.parse::<u64>().unwrap_or(0) * 4096);
+    (fields.next().unwrap_or(0), fields.next().unwrap_or(0))
+}
+
+/// Drops all resident code pages of this program. Returns the bytes of its code, resident or not; 0 if the system does
+/// not report them.
+pub fn drop_code() -> u64 {
+    drop_code_until(|| false)
+}
+
+/// Drops resident code pages of this program, chunk by chunk until `is_enough`, starting after the last chunk dropped.
+/// Returns the total bytes of code, resident or not; 0 if the system does not report them.
+fn drop_code_until(is_enough: impl Fn() -> bool) -> u64 {
+    #[cfg(target_os = "linux")]
+    {
+        use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+        static NEXT_CHUNK: AtomicUsize = AtomicUsize::new(0);
+        const CHUNK_BYTES: usize = 1 << 20;
+        let maps = std::fs::read_to_string("/proc/self/maps").unwrap_or_default();
+        let own = std::fs::read_link("/proc/self/exe").unwrap_or_default();
+        let own = maps.lines().filter(|line| line.ends_with(&*own.to_string_lossy()));
+        let mappings = own.filter_map(parse_code_mapping).filter(|(.., executable)| *executable);
+        let chunks: Vec<(usize, usize)> = mappings
+            .flat_map(|(start, end, _)| {
+                (start..end).step_by(CHUNK_BYTES).map(move |at| (at, end.min(at + CHUNK_BYTES)))
+            })
+            .collect();
+        for _ in 0..chunks.len() {
+            let (start, end) = chunks[NEXT_CHUNK.fetch_add(1, Relaxed) % chunks.len()];
+            // SAFETY: as in `disable_huge_code_pages`.
+            let _ = unsafe { madvise(start as *mut _, end - start, Advice::LinuxDontNeed) };
+            if is_enough() {
+                break;
+            }
+        }
+        chunks.iter().map(|(start, end)| (end - start) as u64).sum()
+    }
+    #[cfg(not(target_os = "linux"))]
+    {
+        let _ = is_enough;
+        0
+    }
+}
+
+/// Makes the kernel map this program's code in small pages on demand. If the executable lies in huge pages of the page
+/// cache, a first touch would otherwise map 2 MiB.
+pub fn disable_huge_code_pages() {
+    #[cfg(target_os = "linux")]
+    for line in std::fs::read_to_string("/proc/self/maps").unwrap_or_default().lines() {
+        let Some((start, end, executable)) = parse_code_mapping(line) else { continue };
+        // SAFETY: the advice changes no content. Read-execute mappings are backed by the file and fault in again when
+        // touched; pages that were written to, such as relocations, are in other mappings.
+        unsafe {
+            let _ = madvise(start as *mut _, end - start, Advice::LinuxNoHugepage);
+            if executable {
+                let _ = madvise(start as *mut _, end - start, Advice::LinuxDontNeed);
+            }
+        }
+    }
+}
+
+/// Start, end and whether it is executable, of a file mapping that is not writable, from a line of `/proc/self/maps`.
+#[cfg(target_os = "linux")]
+fn parse_code_mapping(line: &str) -> Option<(usize, usize, bool)> {
+    let mut fields = line.split_whitespace();
+    let (range, rights) = (fields.next()?, fields.next()?);
+    let file = fields.nth(3)?;
+    let (start, end) = range.split_once('-')?;
+    let address = |text| usize::from_str_radix(text, 16).ok();
+    let wanted = file.starts_with('/') && matches!(rights, "r--p" | "r-xp");
+    wanted.then_some((address(start)?, address(end)?, rights == "r-xp"))
+}
+
+#[cfg(all(test, target_os = "linux"))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn checks_are_frequent_while_code_is_mapped() {
+        let (shortest, longest) = CHECK_INTERVALS;
+        assert_eq!(next_interval(longest, true), shortest);
+        assert_eq!(next_interval(shortest, false), 2 * shortest);
+        assert_eq!(next_interval(longest, false), longest);
+    }
+
+    #[test]
+    fn statm_has_resident_and_file_backed_pages() {
+        assert_eq!(parse_statm("100 7 3 1 0 50 0\n"), (7 * 4096, 3 * 4096));
+        assert_eq!(parse_statm(""), (0, 0));
+        let (resident, file_rss) = read_statm(&File::open("/proc/self/statm").unwrap());
+        assert!(resident > file_rss && file_rss > 1 << 20, "{resident} {file_rss}");
+    }
+
+    #[test]
+    fn code_mappings_are_distinguished_from_data_and_stack() {
+        let line = |rights: &str, file: &str| format!("55d0-55e0 {rights} 0001000 08:01 1234   {file}");
+        assert_eq!(parse_code_mapping(&line("r-xp", "/bin/x")), Some((0x55d0, 0x55e0, true)));
+        assert_eq!(parse_code_mapping(&line("r--p", "/bin/x")), Some((0x55d0, 0x55e0, false)));
+        assert_eq!(parse_code_mapping(&line("rw-p", "/bin/x")), None);
+        assert_eq!(parse_code_mapping(&line("rw-p", "[heap]")), None);
+        assert_eq!(parse_code_mapping("7f00-7f01 r-xp 0000 00:00 0"), None);
+        disable_huge_code_pages();
+    }
+}
