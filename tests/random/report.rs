@@ -99,17 +99,16 @@ pub fn table(machine: &Runner, trials: &TrialOptions, done: &[(GeneratedJob, Cas
     });
     count("CUDA graphs", &|(_, seen)| seen.graph.iter().cloned().collect());
     let above = |f: fn(&CaseReport) -> u64| {
-        let mut all: Vec<f64> = done
+        let mut all: Vec<(f64, u64)> = done
             .iter()
             .filter(|(_, seen)| f(seen) > 0)
-            .map(|(_, seen)| 100.0 * (seen.planned as f64 / f(seen) as f64 - 1.0))
+            .map(|(case, seen)| (100.0 * (seen.planned as f64 / f(seen) as f64 - 1.0), case.seed))
             .collect();
-        all.sort_by(f64::total_cmp);
+        all.sort_by(|a, b| a.0.total_cmp(&b.0));
+        let of = |i: usize| format!("{:+.1} % (seed {})", all[i].0, all[i].1);
         match all.len() {
             0 => "none".into(),
-            n => {
-                format!("lowest {:+.1} %, median {:+.1} %, highest {:+.1} %", all[0], all[n / 2], all[n - 1])
-            }
+            n => format!("lowest {}, median {}, highest {}", of(0), of(n / 2), of(n - 1)),
         }
     };
     text += &format!("| plan over heap or pool | {} |\n", above(|seen| seen.heap));
