@@ -95,6 +95,18 @@ impl ParamStore {
         }
     }
 
+    /// A copy of the master weights in a buffer of its own. `Tensor::copy` would copy the buffer that they are a view of,
+    /// with all frozen parameters.
+    pub fn copy_master_weights(&self) -> Result<Tensor> {
+        let copy = zeros(
+            self.master_weights.elem_count(),
+            self.master_weights.dtype(),
+            self.master_weights.device(),
+        )?;
+        cast_into(&self.master_weights, &copy)?;
+        Ok(copy)
+    }
+
     /// The frozen parameters, flat, in the compute dtype.
     pub fn frozen_weights(&self) -> Result<Tensor> {
         let (len, trained_len) = (self.layout.params.len, self.layout.params.trained_len);
@@ -187,6 +199,24 @@ mod tests {
         assert_eq!(values(&one.weight_views()[0]), values(&two.weight_views()[1]));
         assert_ne!(values(&one.weight_views()[0]), values(&two.weight_views()[0]));
         assert_ne!(values(&one.weight_views()[0]), values(&store(&["b"], 2).weight_views()[0]));
+    }
+
+    #[test]
+    fn a_copy_of_the_master_weights_has_no_frozen_parameters() {
+        let rules = crate::params::ParamRules::new(&toml::from_str("epochs = 1\nfreeze = 'frozen'").unwrap());
+        let mut registry = ParamRegistry::with_rules(rules);
+        registry.param("frozen.weight", [64, 64], ParamInit::Normal(0.02));
+        registry.param("head.weight", [4, 2], ParamInit::Normal(0.02));
+        let layout = registry.into_layout().unwrap();
+        let store = ParamStore::new(layout, 1, DType::F32, &test_device()).unwrap();
+        let copy = store.copy_master_weights().unwrap();
+        let values = |t: &Tensor| t.to_vec1::<f32>().unwrap();
+        assert_eq!(values(&copy), values(&store.master_weights));
+        // A slice of the storage, not of the view, so that what is behind the view counts.
+        let (storage, _) = copy.storage_and_layout();
+        if let candle_core::Storage::Cpu(storage) = &*storage {
+            assert_eq!(storage.as_slice::<f32>().unwrap().len(), 8);
+        }
     }
 
     #[test]

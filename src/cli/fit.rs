@@ -14,7 +14,7 @@ use crate::base::units::Bytes;
 use crate::events::{EventLog, JsonStream, MetricsLog, Reporter, Summary};
 use crate::job::Job;
 use crate::memory::pressure::PressureMonitor;
-use crate::memory::{alloc_failure, probe};
+use crate::memory::{alloc_failure, pressure, probe};
 use crate::planner::budget;
 use crate::report::{DisplayOptions, Mlflow, TensorBoard, Terminal, html};
 use crate::train::fault_injection::{FaultHooks, InjectedCrashes};
@@ -173,6 +173,8 @@ impl FitArgs {
         // outside.
         let outcome = rayon::scope(|_| train::run::fit(job, options, make_reporter));
         if let Some((folder, _)) = run_lock.as_ref().filter(|_| report) {
+            // The plan does not count the page: it takes what the run has freed.
+            pressure::release_to_os();
             write_report(folder, common.quiet);
         }
         match outcome {

@@ -15,6 +15,8 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use crate::memory::resident_limit;
+
 pub use activity::Activity;
 pub use event::{Event, EventRecord};
 pub use jsonl::{EventLog, JsonStream, MetricsLog};
@@ -102,6 +104,11 @@ impl Reporter {
         mut call: impl FnMut(&mut dyn Sink) -> io::Result<()>,
     ) -> Result<(), ReportError> {
         let mut outcome = Ok(());
+        // Every sink runs code of its own.
+        let mut call = |sink: &mut dyn Sink| {
+            resident_limit::limit_code_now();
+            call(sink)
+        };
         for sink in &mut self.required {
             if let Err(source) = call(sink.as_mut())
                 && outcome.is_ok()

@@ -184,6 +184,9 @@ impl Ledger {
     /// Sets the current phase.
     pub fn set_phase(&self, phase: Phase) {
         lock(&self.account).phase = phase;
+        if matches!(phase, Phase::Eval | Phase::Checkpoint) {
+            resident_limit::limit_code_now();
+        }
     }
 
     /// Every change so far; empty unless created by [`Ledger::planning`].

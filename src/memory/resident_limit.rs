@@ -17,7 +17,7 @@ use super::{measure, pressure};
 
 /// Code is dropped when less than the first number of bytes of its limit is left, until the second is left: more than a
 /// program maps between two checks.
-const CODE_MARGIN_BYTES: (u64, u64) = (3 << 19, 3 << 20);
+const CODE_MARGIN_BYTES: (u64, u64) = (1 << 20, 5 << 19);
 
 /// Fragments are trimmed when less than this part of the plan is left, but not less than the first and not more than the
 /// second number of bytes: a larger job leaves larger fragments between two checks.
@@ -25,7 +25,7 @@ const TRIM_MARGIN_FRACTION: u64 = 64;
 const TRIM_MARGIN_BYTES: (u64, u64) = (1 << 20, 4 << 20);
 
 /// The shortest and the longest time between two checks.
-const CHECK_INTERVALS: (Duration, Duration) = (Duration::from_micros(50), Duration::from_millis(4));
+const CHECK_INTERVALS: (Duration, Duration) = (Duration::from_micros(50), Duration::from_millis(1));
 
 /// How much may be resident outside the heap.
 #[derive(Clone, Copy, Debug)]
@@ -69,13 +69,22 @@ pub fn limit_code() {
     }
 }
 
-/// Drops code and trims freed memory, each beyond its limit. Before a micro-batch, an update, a checkpoint or a report.
-pub fn limit_all() {
+/// Drops code beyond its limit, and checks often from now on: code that has not run for a while is about to.
+pub fn limit_code_now() {
+    if IS_SET.load(Relaxed)
+        && let Some(state) = lock().as_mut()
+    {
+        state.interval = CHECK_INTERVALS.0;
+        state.limit_code();
+    }
+}
+
+/// Trims freed memory if the plan is nearly exhausted.
+pub fn trim() {
     if IS_SET.load(Relaxed)
         && let Some(state) = lock().as_mut()
     {
         state.trim();
-        state.limit_code();
     }
 }
 

@@ -28,6 +28,7 @@ use super::tensor_files::{
     FlatBuffer, load_buffers, load_named, named_tensors, sync, write_buffers, write_tensors,
 };
 use crate::base::regular_file;
+use crate::memory::resident_limit;
 use crate::optim::Optimizer;
 use crate::param_store::ParamStore;
 
@@ -185,6 +186,7 @@ impl Checkpoints {
         if let Some(tensor) = not_finite {
             return Err(Failure::NotFinite { step: state.step, tensor, checkpoint: None });
         }
+        resident_limit::limit_code_now();
         for from in attached {
             let Some(name) = from.file_name() else { continue };
             let to = folder.join(name);

@@ -165,7 +165,7 @@ impl<'a> Engine<'a> {
         let offload = || ActivationOffload::new(host.clone(), &setup.device());
         let activation_offload = plan.offloads(Offload::Activations).then(offload).transpose()?;
         let saved_stats = store.stats.copy()?;
-        let average = setup.job.train.ema.map(|_| store.master_weights.copy()).transpose()?;
+        let average = setup.job.train.ema.map(|_| store.copy_master_weights()).transpose()?;
         let gpu = GpuState::new(setup, &rule, &store, graphs)?;
         Ok(PersistentState { store, optimizer, activation_offload, saved_stats, average, gpu })
     }
@@ -289,7 +289,7 @@ impl<'a> Engine<'a> {
         scale: f64,
         run: impl FnOnce(&Network, &Executor, &DeviceBatch, &PassScope) -> Result<R, StepError>,
     ) -> Result<R, StepError> {
-        resident_limit::limit_all();
+        resident_limit::trim();
         let longest = batch.lengths.iter().max().map_or(usize::MAX, |&longest| longest as usize);
         let (features, network) = self.setup.network_for_length(longest);
         let spec =
@@ -347,7 +347,7 @@ impl<'a> Engine<'a> {
     /// that an OOM leaves the state intact.
     pub fn update(&mut self, grad_stats: &UpdateGradStats, lr: f64, number: u64) -> Result<(), StepError> {
         self.ledger.set_phase(Phase::Update);
-        resident_limit::limit_all();
+        resident_limit::trim();
         let setup = self.setup;
         let bytes = optim::workspace_bytes(&self.optimizer.rule, &setup.layout.params, setup.backend());
         let _work = self.ledger.reserve(Role::Workspace, "optimizer", bytes)?;

@@ -66,7 +66,7 @@ impl RunCheckpoints {
         let (setup, ledger) = (ctx.setup, ctx.engine.host_ledger.clone());
         ctx.begin(Work::Checkpoint, 0);
         ledger.set_phase(Phase::Checkpoint);
-        resident_limit::limit_all();
+        resident_limit::trim();
         let bytes = checkpoint_write_bytes(&setup.layout, setup.dtype);
         let reserve = || ledger.reserve(Role::CheckpointWriting, "checkpoint", bytes);
         let _hold = match reserve() {
@@ -88,7 +88,6 @@ impl RunCheckpoints {
             }
             saved => saved?,
         };
-        resident_limit::limit_all();
         let write_s = begun.elapsed().as_secs_f64();
         ctx.record(Event::Checkpoint { step, path: path.display().to_string(), bytes, write_s })?;
         (self.last, self.unproven) = (Some((step, path)), Some(step));

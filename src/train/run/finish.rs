@@ -46,7 +46,7 @@ impl Run<'_> {
     /// Ends the run; `stopped` says why it ends before its last update.
     fn end(&mut self, stopped: Option<String>) -> Result<RunOutcome, Failure> {
         let (setup, step) = (self.ctx.setup, self.ctx.position.step);
-        resident_limit::limit_all();
+        resident_limit::trim();
         if !self.overflowed {
             self.prune_checkpoints()?;
         }
