@@ -6,6 +6,7 @@ use serde_json::{Value, json};
 use super::{CommonArgs, Exit, JobFile, print_line, start_threads};
 use crate::base::MicroBatchSpec;
 use crate::base::units::{Bytes, counted, format_count};
+use crate::data::warnings;
 use crate::job::{Job, RunLength};
 use crate::layers::Layer;
 use crate::report::data;
@@ -35,6 +36,15 @@ impl CheckArgs {
         let (sets, skip_bad) = (&setup.datasets, setup.loader_options(1, 0).skip_bad);
         let preview = data::preview(sets.train.as_ref(), sets.valid.as_ref(), setup.job.seed, skip_bad);
         let mut preview = preview.map_err(Failure::from)?;
+        for (set, name) in [(&sets.train, "training"), (&sets.valid, "validation")] {
+            let bad = warnings::check_rows(set.as_ref(), setup.job.seed, skip_bad).map_err(Failure::from)?;
+            // The training set reports its own.
+            if bad > 0 && name == "validation" {
+                preview
+                    .warnings
+                    .push(format!("{} of the {name} set will be skipped", counted(bad, "bad row")));
+            }
+        }
         preview.warnings.extend(frozen_at_random(&setup));
         preview.test_samples = setup.test_samples;
         if common.json {

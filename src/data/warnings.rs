@@ -6,7 +6,7 @@
 
 use std::collections::HashSet;
 
-use super::{BatchValues, Dataset, HostBatch, InputSpec, SampleKey, TargetSpec};
+use super::{BatchValues, DataError, Dataset, HostBatch, InputSpec, SampleKey, TargetSpec};
 
 /// Name of a line of [`Dataset::describe`] that is a warning.
 pub const WARNING: &str = "warning";
@@ -61,6 +61,28 @@ pub fn class_warnings(names: &[String], counts: &[u64]) -> Vec<String> {
         ));
     }
     found
+}
+
+/// Rows that [`check_rows`] reads of each set.
+const MAX_ROWS_CHECKED: u64 = 2_000_000;
+
+/// Reads the rows of a table, so that a mistake in any of them is found before training. Returns how many are bad, or the
+/// first one, unless bad records are skipped.
+pub fn check_rows(set: &dyn Dataset, seed: u64, skip_bad: bool) -> Result<u64, DataError> {
+    if set.input_names().is_empty() {
+        return Ok(0);
+    }
+    let reader = set.sequential_reader();
+    let set = reader.as_deref().unwrap_or(set);
+    let mut bad = 0;
+    for index in 0..set.len().min(MAX_ROWS_CHECKED) {
+        match HostBatch::single(set, index, SampleKey { seed, epoch: 0, sample: index }) {
+            Ok(_) => {}
+            Err(error) if skip_bad && error.is_bad_record() => bad += 1,
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(bad)
 }
 
 /// Samples of the validation set that are training samples too, among the first of each.

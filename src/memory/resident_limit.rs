@@ -3,7 +3,7 @@
 //! Code and freed small blocks are resident although nothing reserved them. Both can be given back at any time: code is
 //! read again from the page cache when it runs, and the C library can trim its free blocks. The ledger limits code at
 //! every reservation, so that little of it runs between two checks: often while code is being mapped, seldom once a step
-//! repeats what ran before.
+//! repeats what ran before. A thread checks too, for work that reserves nothing.
 
 use std::fs::File;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
@@ -25,7 +25,11 @@ const TRIM_MARGIN_FRACTION: u64 = 64;
 const TRIM_MARGIN_BYTES: (u64, u64) = (1 << 20, 4 << 20);
 
 /// The shortest and the longest time between two checks.
-const CHECK_INTERVALS: (Duration, Duration) = (Duration::from_micros(50), Duration::from_millis(1));
+const CHECK_INTERVALS: (Duration, Duration) = (Duration::from_micros(50), Duration::from_millis(4));
+
+/// The same for the thread that checks, and its stack.
+const WATCH_INTERVALS: (Duration, Duration) = (Duration::from_micros(500), Duration::from_millis(4));
+const WATCH_STACK_BYTES: usize = 64 << 10;
 
 /// How much may be resident outside the heap.
 #[derive(Clone, Copy, Debug)]
@@ -54,7 +58,24 @@ pub fn set(limit: ResidentLimit) {
     let interval = CHECK_INTERVALS.0;
     let state = LimitState { limit, statm, next_check: Instant::now(), interval, last_file_rss: 0 };
     *lock() = Some(state);
-    IS_SET.store(true, Relaxed);
+    if !IS_SET.swap(true, Relaxed) {
+        // Without the thread, the checks at reservations remain.
+        let _ = std::thread::Builder::new()
+            .name("resident limit".into())
+            .stack_size(WATCH_STACK_BYTES)
+            .spawn(watch);
+    }
+}
+
+/// Checks from time to time, as long as the process runs.
+fn watch() {
+    loop {
+        let interval = lock().as_mut().map_or(WATCH_INTERVALS.1, |state| {
+            state.limit_code();
+            state.interval
+        });
+        std::thread::sleep(interval.clamp(WATCH_INTERVALS.0, WATCH_INTERVALS.1));
+    }
 }
 
 /// Drops code beyond its limit, if it is time to check. Costs some nanoseconds if it is not, and microseconds if nothing

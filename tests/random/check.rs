@@ -263,9 +263,10 @@ fn check_peaks(machine: &Runner, run: &RecordedRun, threads: usize, above: bool,
         );
     }
     // Threads that share a layer's work hold their memory at the same time only if each has a processor. Optimizer
-    // state that no update wrote, because all of them overflowed in f16, is planned and never resident.
+    // state that no update wrote, because all of them overflowed in f16 or the run ended before, is planned and never
+    // resident.
     let skipped = run.events_named("step").map(|step| step["skipped_updates"].as_u64().unwrap_or(0)).max();
-    let updated = skipped < finished["steps"].as_u64();
+    let updated = skipped.unwrap_or(0) < finished["steps"].as_u64().unwrap_or(0);
     let above = above && updated && (machine.on_gpu() || threads <= machine.processors());
     let measured = if machine.on_gpu() { heap } else { heap.max(resident) };
     if above && planned > max_planned(measured) {

@@ -147,15 +147,52 @@ impl<'a> ColumnTyping<'a> {
         ))
     }
 
-    /// Refuses a text among numbers, unless the column is declared.
+    /// Refuses a text among numbers or dates, and numbers with units, unless the column is declared.
     pub fn check_text(&self, i: usize) -> Result<(), DataError> {
-        match &self.inferred[i].first_text {
-            Some(place) if self.inferred[i].is_mostly_numbers() && !self.settings.skip_bad => Err(self.wrong(
+        let inferred = &self.inferred[i];
+        let (what, place) = if inferred.is_mostly_numbers() && !self.settings.skip_bad {
+            ("numbers", &inferred.first_text)
+        } else if inferred.is_mostly_dates() {
+            ("dates", &inferred.first_non_date)
+        } else if inferred.has_units()
+            && let Some(place) = &inferred.first_with_unit
+        {
+            return Err(self.wrong(
                 i,
-                format!("nearly all values are numbers, but `{}` in line {} is not", place.value, place.line),
-                "add the text to `missing`, or the column to `categorical` or `ignore`, or correct the value",
+                format!(
+                    "its values look like numbers with a unit, as `{}` in line {}",
+                    place.value, place.line
+                ),
+                "write the numbers alone, or add the column to `categorical` or `ignore`",
+            ));
+        } else {
+            return Ok(());
+        };
+        let Some(place) = place else { return Ok(()) };
+        Err(self.wrong(
+            i,
+            format!("most values are {what}, but `{}` in line {} is not", place.value, place.line),
+            "add the text to `missing`, or the column to `categorical` or `ignore`, or correct the value",
+        ))
+    }
+
+    /// Refuses a target whose texts can be no classes.
+    pub fn check_classes(&self, i: usize) -> Result<(), DataError> {
+        let inferred = &self.inferred[i];
+        if self.is_date(i) {
+            return Err(self.wrong(
+                i,
+                "the target has dates, which are neither classes nor numbers".into(),
+                "name another target, or set `task = \"classes\"` if each date is a class",
+            ));
+        }
+        match inferred.is_all_distinct_text() {
+            true => Err(self.wrong(
+                i,
+                "every row of the target has a text of its own: there is nothing to learn".into(),
+                "check `target`, or set `task = \"classes\"` if each text is a class",
             )),
-            _ => Ok(()),
+            false => Ok(()),
         }
     }
 }

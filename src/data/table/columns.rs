@@ -262,7 +262,7 @@ pub fn select_columns(
         name if categorical.contains(name) => ColumnKind::Category,
         name if numeric.contains(name) => ColumnKind::Number,
         _ if inferred[i].is_mostly_numbers() && settings.skip_bad => ColumnKind::Number,
-        _ if inferred[i].has_text => ColumnKind::Category,
+        _ if inferred[i].is_text() => ColumnKind::Category,
         _ => ColumnKind::Number,
     };
     let declared = |name: &str| categorical.contains(name) || numeric.contains(name);
@@ -283,7 +283,7 @@ pub fn select_columns(
         if inferred[i].is_index() && !named(name) {
             left_out.push((
                 format!("column {name}"),
-                "has no name and no value twice: row numbers, not an input".into(),
+                "has no name and the numbers or names of rows: not an input".into(),
             ));
             continue;
         }
@@ -319,7 +319,8 @@ pub fn select_columns(
             TableTask::Auto if !settings.classes.is_empty() => ColumnKind::Category,
             TableTask::Auto if settings.target.len() == 1 && inferred[at].looks_categorical() => {
                 typing.check_text(at)?;
-                if inferred[at].has_text { kind(at) } else { ColumnKind::Category }
+                typing.check_classes(at)?;
+                if inferred[at].is_text() { kind(at) } else { ColumnKind::Category }
             }
             TableTask::Auto => ColumnKind::Number,
         };
@@ -355,8 +356,22 @@ pub fn select_columns(
             "add the column to `ignore`",
         ));
     }
-    let inputs = columns.iter().filter(|column| !column.target && column.element.is_none());
-    let warnings = inputs.filter_map(|column| input_warning(&column.name, &inferred[column.index])).collect();
+    let is_own = |column: &&Column| {
+        let is_date_part = matches!(column.notation, Notation::Date { .. } | Notation::Stamp { .. });
+        !column.target && column.element.is_none() && !is_date_part
+    };
+    let inputs = columns.iter().filter(is_own);
+    let mut warnings: Vec<String> =
+        inputs.filter_map(|column| input_warning(&column.name, &inferred[column.index])).collect();
+    let mut targets = columns.iter().filter(|column| column.target && !column.weight);
+    if settings.target.len() > 1
+        && settings.task == TableTask::Auto
+        && targets.all(|column| inferred[column.index].is_binary())
+    {
+        warnings.push(
+            "the targets have only 0 and 1, and are learned as numbers: `task = \"labels\"` makes each a label".into(),
+        );
+    }
     Ok(SelectedColumns { columns, remarks: ColumnRemarks { left_out, warnings } })
 }
 

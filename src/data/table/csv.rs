@@ -15,7 +15,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use super::columns::{CellParser, Column};
 use super::dialect::{Dialect, MAX_ROW_BYTES, RowEnds, RowFields};
 use super::encoding::{RowEncoder, TableSchema};
-use super::inference::{ColumnInference, MAX_WATCHED_COLUMNS, SAMPLE_ROWS};
+use super::inference::{ColumnInference, MAX_WATCHED_COLUMNS, SAMPLE_ROWS, is_index_name};
 use super::row_index::{self, RowBlock, RowIndex, RowScan};
 use super::rows::{ColumnNames, RowReader};
 use super::text_encoding::TextEncoding;
@@ -39,7 +39,12 @@ impl CsvHeader {
     pub fn read(file: &Path, dialect: Dialect) -> Result<Self, DataError> {
         let mut reader = RowReader::open(file, dialect)?;
         let ColumnNames { names, unnamed, text_lists } = reader.read_names()?;
-        if let [only] = &names[..] {
+        Ok(Self { names, unnamed, text_lists, body_offset: reader.offset })
+    }
+
+    /// Refuses a table that has no room for inputs and a target.
+    pub fn check_width(&self, file: &Path, dialect: Dialect) -> Result<(), DataError> {
+        if let [only] = &self.names[..] {
             let others = [(',', "`,`"), (';', "`;`"), ('\t', "a tab"), ('|', "`|`"), (' ', "a space")];
             let other = others.into_iter().find(|(delimiter, _)| only.contains(*delimiter));
             let other = other.map(|(_, name)| format!(", which contains {name}")).unwrap_or_default();
@@ -55,7 +60,7 @@ impl CsvHeader {
                 hint: "a table needs inputs and a target: check `delimiter` and `skip_lines`",
             });
         }
-        Ok(Self { names, unnamed, text_lists, body_offset: reader.offset })
+        Ok(())
     }
 
     /// Infers each column from the first rows of `file`.
@@ -73,6 +78,8 @@ impl CsvHeader {
         let of_targets = inferred.iter_mut().zip(&self.names).filter(|(_, name)| targets.contains(name));
         of_targets.for_each(|(look, _)| look.count_distinct());
         self.unnamed.iter().for_each(|i| inferred[*i].watch_for_index());
+        let of_indices = inferred.iter_mut().zip(&self.names).filter(|(_, name)| is_index_name(name));
+        of_indices.for_each(|(look, _)| look.mark_as_index());
         self.text_lists.iter().for_each(|i| inferred[*i].text_list = true);
         inferred.iter_mut().take(MAX_WATCHED_COLUMNS).for_each(ColumnInference::watch_for_identifiers);
         let only_target = self.names.iter().position(|name| targets.len() == 1 && targets.contains(name));

@@ -14,7 +14,7 @@ use super::encoding::{RowEncoder, TableSchema};
 use super::inference::ColumnInference;
 use super::parquet::{ParquetDataset, ParquetFiles};
 use super::split_keys::RowSplit;
-use super::statistics::{StatisticsPass, TableStatistics};
+use super::statistics::{ColumnStatistics, StatisticsPass, TableStatistics};
 use super::text_encoding::TextEncoding;
 use super::{MissingPolicy, TableReader, TableSettings, parquet_partitions};
 use crate::base::regular_file;
@@ -99,15 +99,18 @@ pub fn open(
 ) -> Result<Datasets, DataError> {
     let resolve = |patterns: &[PathBuf]| format.resolve(patterns);
     let paths = resolve(&files.train)?;
-    let format = OpenFormat::detect(format, &paths[0])?;
+    let file_format = format;
+    let format = OpenFormat::detect(file_format, &paths[0])?;
     let mut train = OpenedTable::open(&paths, format, ctx)?;
+    train.check_width(&paths[0], format)?;
     let parser = CellParser::of_settings(settings, format.encoding());
-    let selected = columns::select_columns(
+    let mut selected = columns::select_columns(
         &paths[0],
         &train.names,
         &train.infer_columns(&paths[0], format, &parser, settings, ctx)?,
         settings,
     )?;
+    selected.remarks.warnings.extend(train.unread_partitions(&paths[0]));
     let columns = &selected.columns[..];
     let split_plan = match files.split.is_whole() {
         true => None,
@@ -119,11 +122,10 @@ pub fn open(
     train.measure_readers(columns, ctx)?;
     let names = train.names.clone();
     let open_other = |patterns: &[PathBuf]| {
-        let other_paths = resolve(patterns)?;
-        let mut other = OpenedTable::open(&other_paths, format, ctx)?;
-        check_same_columns(&paths[0], &names, &other_paths[0], &other.names)?;
-        other.measure_readers(columns, ctx)?;
-        Ok::<_, DataError>(other)
+        let paths = resolve(patterns)?;
+        let format = OpenFormat::detect(file_format, &paths[0])?;
+        let table = OpenedTable::open(&paths, format, ctx)?;
+        Ok::<_, DataError>((table, paths, format))
     };
     let others = [&files.valid, &files.test].map(|patterns| match patterns.is_empty() {
         true => Ok(None),
@@ -145,11 +147,19 @@ pub fn open(
         None
     };
     let schema = TableSchema::new(selected.columns, &names, statistics);
-    let encoder = Arc::new(RowEncoder::new(&paths[0], schema, &selected.remarks, parser, settings)?);
+    // Other files may have their columns in another order, and others between them.
+    let into_other = |(mut table, paths, format): (OpenedTable, Vec<PathBuf>, OpenFormat)| {
+        let schema = schema.located(&paths[0], &table.names)?;
+        table.measure_readers(&schema.columns, ctx)?;
+        let parser = CellParser::of_settings(settings, format.encoding());
+        let encoder = RowEncoder::new(&paths[0], schema, &selected.remarks, parser, settings)?;
+        Ok::<_, DataError>(table.into_dataset(&Arc::new(encoder), None, None))
+    };
+    let (valid, test) = (valid.map(into_other).transpose()?, test.map(into_other).transpose()?);
+    let encoder = Arc::new(RowEncoder::new(&paths[0], schema.clone(), &selected.remarks, parser, settings)?);
     // The class counts cover the training rows, which are all rows of the files only if these are not split.
     let balance = encoder.class_counts.clone().filter(|_| split_plan.is_none());
     let train = train.into_dataset(&encoder, balance, Some(ctx.shuffle_buffer));
-    let [valid, test] = [valid, test].map(|own| own.map(|table| table.into_dataset(&encoder, None, None)));
     let files = TrainFiles { others: train.clone(), train };
     Ok(split::job_datasets(files, split_plan, valid, test))
 }
@@ -216,6 +226,17 @@ fn load_statistics(
     ctx.check_memory(pass.file, reader.scan_bytes())?;
     let parallel = ctx.available_bytes() / reader.scan_bytes().max(1);
     let statistics = pass.run(reader, parallel.clamp(1, 1 << 16) as usize)?;
+    let all_zero = |(column, found): (&Column, &ColumnStatistics)| {
+        column.weight && matches!(found, ColumnStatistics::Number(moments) if moments.mean == 0.0)
+    };
+    if statistics.rows > 0 && pass.columns.iter().zip(&statistics.columns).any(all_zero) {
+        return Err(DataError::Table {
+            file: pass.file.to_owned(),
+            place: String::new(),
+            problem: "all sample weights are 0: there is nothing to learn from".into(),
+            hint: "name another column in `weight`, or remove the key",
+        });
+    }
     if statistics.rows == 0 {
         let (set, why) = (
             format!("`{}`", pass.file.display()),
@@ -316,6 +337,28 @@ impl OpenedTable {
             TableBackend::Csv { text, header: headers.swap_remove(0) }
         };
         Ok(Self { names, backend: reader })
+    }
+
+    /// Refuses a text table that has no room for inputs and a target.
+    fn check_width(&self, first: &Path, format: OpenFormat) -> Result<(), DataError> {
+        match (&self.backend, format) {
+            (
+                TableBackend::Csv { header, .. } | TableBackend::CompressedCsv { header, .. },
+                OpenFormat::Csv(dialect),
+            ) => header.check_width(first, dialect),
+            _ => Ok(()),
+        }
+    }
+
+    /// A warning about columns in the path of a text file, which only Parquet files have.
+    fn unread_partitions(&self, first: &Path) -> Option<String> {
+        let is_parquet = matches!(self.backend, TableBackend::Parquet(_));
+        let mut keys = parquet_partitions::partitions(first).into_iter().map(|(key, _)| key);
+        let key = keys.find(|key| !is_parquet && !self.names.contains(key))?;
+        Some(format!(
+            "`{key}` in the path of `{}` is no column: partitions are read for Parquet files only",
+            first.display()
+        ))
     }
 
     pub(super) fn reader(&self) -> &dyn TableReader {

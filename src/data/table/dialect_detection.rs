@@ -74,7 +74,18 @@ impl DialectSettings {
     /// The dialect of `file`.
     pub fn detect(&self, file: &Path) -> Result<Dialect, DataError> {
         let (encoding, start) = self.read_start(file)?;
+        if let (0, None, Some(delimiter)) = (self.skip_lines, self.delimiter, stated_delimiter(&start.text)) {
+            return Self { skip_lines: 1, delimiter: Some(delimiter), ..*self }.detect(file);
+        }
         let text = after_lines(&start.text, self.skip_lines);
+        if memchr::memchr(b'\r', text).is_some() && memchr::memchr(b'\n', text).is_none() {
+            return Err(DataError::Table {
+                file: file.to_owned(),
+                place: String::new(),
+                problem: "its lines end with a carriage return alone, as those of old Macs did".into(),
+                hint: "save it as \"CSV UTF-8\", or convert it: tr '\\r' '\\n' < old.csv > new.csv",
+            });
+        }
         let dialect = Dialect {
             delimiter: self.delimiter.unwrap_or(DELIMITERS[0]),
             header: self.header,
@@ -277,6 +288,16 @@ fn after_lines(text: &[u8], count: u64) -> &[u8] {
         rest = memchr::memchr(b'\n', rest).map_or(&[][..], |end| &rest[end + 1..]);
     }
     rest
+}
+
+/// The delimiter that a first line `sep=;` states, for Excel.
+fn stated_delimiter(text: &[u8]) -> Option<FieldDelimiter> {
+    let line = after_lines(text, 0).split(|byte| *byte == b'\n').next()?.trim_ascii_end();
+    let bare = line.strip_prefix(b"\"").and_then(|line| line.strip_suffix(b"\"")).unwrap_or(line);
+    match bare.strip_prefix(b"sep=")? {
+        [byte] => Some(FieldDelimiter::Byte(*byte)),
+        _ => None,
+    }
 }
 
 /// Whether some lines start with `#`, but fewer than half of them: otherwise it starts the values of a column.

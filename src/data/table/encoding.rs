@@ -83,7 +83,7 @@ impl TableSchema {
                     "it has no column `{source}`{}",
                     super::columns::suggest_column(source, names)
                 ),
-                hint: "the model was trained with this column: the file must have all of its input columns",
+                hint: "the model is trained with this column: every file must have all columns in use",
             }),
         };
         let columns = self.columns.iter().zip(&self.sources).map(locate).collect::<Result<_, _>>()?;

@@ -13,8 +13,11 @@ use crate::data::labels::{self, LabelLists};
 pub const SAMPLE_ROWS: usize = 1000;
 /// An integer target is treated as classes if it has at most this many distinct values.
 const MAX_INTEGER_CLASSES: usize = 20;
-/// A text among more than this fraction of numbers is taken for an error and not for a category.
-const MOSTLY_NUMBERS: f64 = 0.9;
+/// Texts among more than this fraction of numbers, or of dates, are taken for errors and not for categories.
+const NEARLY_ALL: f64 = 0.9;
+/// So are a few different texts among more than this fraction: marks of missing values.
+const MOST: f64 = 0.5;
+const FEW_TEXTS: u32 = 3;
 /// Distinct numbers from which on a column is taken for measurements and not for codes.
 const MANY_NUMBERS: u32 = 32;
 
@@ -30,6 +33,8 @@ pub struct CellPlace {
 pub struct ColumnInference {
     /// A value is not a number.
     pub has_text: bool,
+    /// The file declares texts.
+    declared_text: bool,
     has_fraction: bool,
     values: usize,
     numbers: usize,
@@ -51,12 +56,23 @@ pub struct ColumnInference {
     pub stamp: Option<StampKind>,
     pub notation: NotationEvidence,
     dates: DateEvidence,
+    /// Numbers with a unit that is not understood, and bits of hashes of them.
+    with_unit: usize,
+    unit_hashes: u64,
+    /// Bits of hashes of texts that are no dates.
+    text_hashes: u64,
     /// Boxed: most of very many columns have none of these.
     pub first_text: Option<Box<CellPlace>>,
+    pub first_with_unit: Option<Box<CellPlace>>,
+    /// The first text that is no date.
+    pub first_non_date: Option<Box<CellPlace>>,
     pub first_problem: Option<Box<CellPlace>>,
     pub first_date: Option<Box<CellPlace>>,
     /// Values of a column without a name; `None` once one of them repeats.
     index: Option<HashSet<Vec<u8>>>,
+    is_data_frame_index: bool,
+    /// Row numbers of a column without a name, as far as its values are some.
+    row_numbers: Option<RowNumbers>,
     /// Hashes of whole numbers; `None` once one of them repeats, or if the column is not watched.
     whole_numbers: Option<HashSet<u64>>,
     /// Rows whose value is that of the target, and whether there is a row where it is not.
@@ -72,7 +88,13 @@ const MIN_IDENTIFIERS: usize = 100;
 impl ColumnInference {
     /// For a column whose type the file declares.
     pub fn declared(text: bool, unsupported: Option<&'static str>) -> Self {
-        Self { has_text: text, unsupported, ..Self::default() }
+        Self { declared_text: text, unsupported, ..Self::default() }
+    }
+
+    /// Whether its values are texts, not numbers. Texts that a file declares are numbers if all of them are, and too many
+    /// to be codes.
+    pub fn is_text(&self) -> bool {
+        self.has_text || self.declared_text && self.number_hashes.count_ones() < MANY_NUMBERS
     }
 
     /// Also count distinct values.
@@ -82,7 +104,12 @@ impl ColumnInference {
 
     /// The column has no name: it may hold row numbers.
     pub fn watch_for_index(&mut self) {
-        self.index = Some(HashSet::new());
+        (self.index, self.row_numbers) = (Some(HashSet::new()), Some(RowNumbers::default()));
+    }
+
+    /// The column is the index of a data frame, as its name says.
+    pub fn mark_as_index(&mut self) {
+        self.is_data_frame_index = true;
     }
 
     /// The column may hold identifiers.
@@ -112,7 +139,7 @@ impl ColumnInference {
     /// Adds the value at `line`.
     pub fn observe(&mut self, cell: CellValue<'_>, parser: &CellParser, line: u64) {
         if parser.is_missing(cell) {
-            self.index = None;
+            (self.index, self.row_numbers) = (None, None);
             return;
         }
         self.values += 1;
@@ -121,6 +148,12 @@ impl ColumnInference {
             CellValue::Number(x) => {
                 self.numbers += 1;
                 self.has_fraction |= x.fract() != 0.0;
+                self.row_numbers = self.row_numbers.and_then(|rows| rows.next(x));
+                if let Some(seen) = &mut self.index
+                    && !seen.insert(x.to_le_bytes().to_vec())
+                {
+                    self.index = None;
+                }
                 self.observe_whole_number(hash(&x.to_le_bytes()));
             }
             CellValue::Text(text) => self.observe_text(text, line),
@@ -169,12 +202,21 @@ impl ColumnInference {
             self.notation.observe_plain(text);
         } else if !self.notation.observe(text) {
             self.has_text = true;
-            // A column of dates has nothing else.
-            if self.dates.count + 1 == self.values {
-                let was_open = self.dates.is_ambiguous();
-                self.dates.observe(text);
-                if self.dates.is_ambiguous() && !was_open {
-                    self.first_date = place();
+            self.row_numbers = None;
+            let was_open = self.dates.is_ambiguous();
+            let is_date = self.dates.observe(text);
+            if self.dates.is_ambiguous() && !was_open {
+                self.first_date = place();
+            }
+            if !is_date {
+                self.text_hashes |= 1 << (hash(text) & 63);
+                self.first_non_date = self.first_non_date.take().or_else(place);
+            }
+            if has_unit(text) {
+                self.with_unit += 1;
+                self.unit_hashes |= 1 << (hash(text) & 63);
+                if self.first_with_unit.is_none() {
+                    self.first_with_unit = place();
                 }
             }
             if self.first_text.is_none() {
@@ -185,7 +227,13 @@ impl ColumnInference {
         self.numbers += 1;
         let hash = hash(text);
         self.number_hashes |= 1 << (hash & 63);
-        self.has_fraction |= !text.iter().all(|b| b.is_ascii_digit() || b"+-".contains(b));
+        // pandas writes whole numbers as `1.0` if some are missing.
+        let whole = text.iter().all(|b| b.is_ascii_digit() || b"+-".contains(b));
+        let value = if whole { None } else { parse_decimal(text).or_else(|| parse_plain(text)) };
+        self.has_fraction |= !whole && value.is_none_or(|x| x.fract() != 0.0);
+        if let Some(rows) = self.row_numbers {
+            self.row_numbers = value.or_else(|| parse_decimal(text)).and_then(|x| rows.next(x));
+        }
         self.observe_whole_number(hash);
         if was_open && (self.notation.conflict().is_some() || self.notation.is_ambiguous()) {
             self.first_problem = place();
@@ -208,21 +256,49 @@ impl ColumnInference {
     /// Whether it looks like class labels: text, or a few repeated integers.
     pub fn looks_categorical(&self) -> bool {
         let few = self.distinct.len() <= MAX_INTEGER_CLASSES && 2 * self.distinct.len() <= self.values;
-        self.has_text || (!self.has_fraction && few)
+        self.is_text() || (!self.has_fraction && few)
     }
 
-    /// Whether nearly all values are numbers, too many to be codes.
+    /// Whether most values are numbers, too many to be codes.
     pub fn is_mostly_numbers(&self) -> bool {
-        self.has_text
-            && self.number_hashes.count_ones() >= MANY_NUMBERS
-            && self.numbers as f64 >= MOSTLY_NUMBERS * self.values as f64
+        self.has_text && self.number_hashes.count_ones() >= MANY_NUMBERS && self.is_most(self.numbers)
     }
 
-    /// Whether the column has no name and every value is different: row numbers or row names, as pandas and R write
-    /// them.
+    /// Whether most values, but not all, are dates.
+    pub fn is_mostly_dates(&self) -> bool {
+        self.dates.count < self.values && self.dates.count > 1 && self.is_most(self.dates.count)
+    }
+
+    /// Whether most values are numbers with a unit, too many to be codes.
+    pub fn has_units(&self) -> bool {
+        let hashes = self.number_hashes | self.unit_hashes;
+        self.with_unit > 0
+            && hashes.count_ones() >= MANY_NUMBERS
+            && (self.with_unit + self.numbers) as f64 >= NEARLY_ALL * self.values as f64
+    }
+
+    fn is_most(&self, count: usize) -> bool {
+        let others_are_few = self.text_hashes.count_ones() <= FEW_TEXTS;
+        count as f64 >= if others_are_few { MOST } else { NEARLY_ALL } * self.values as f64
+    }
+
+    /// Whether every value of a target is a text of its own.
+    pub fn is_all_distinct_text(&self) -> bool {
+        const MIN_ROWS: usize = 50;
+        self.has_text && self.values >= MIN_ROWS && self.texts.len() == self.values
+    }
+
+    /// Whether a target has 0 and 1 and nothing else.
+    pub fn is_binary(&self) -> bool {
+        self.distinct.len() == 2
+            && ["0", "1", "0.0", "1.0"].iter().filter(|x| self.distinct.contains(**x)).count() == 2
+    }
+
+    /// Whether the column has no name and holds row numbers or row names, as pandas and R write them.
     pub fn is_index(&self) -> bool {
         // Distinct fractions are measurements that lack a name.
-        self.index.is_some() && self.values > 1 && (self.has_text || !self.has_fraction)
+        let distinct = self.index.is_some() && (self.has_text || !self.has_fraction);
+        self.is_data_frame_index || self.values > 1 && (distinct || self.row_numbers.is_some())
     }
 
     /// What speaks against reading it as numbers, with the value that shows it.
@@ -250,6 +326,61 @@ impl ColumnInference {
             ),
         }
     }
+}
+
+/// Whether this is the name that pandas gives to an index without one.
+pub fn is_index_name(name: &str) -> bool {
+    name.strip_prefix("__index_level_")
+        .and_then(|rest| rest.strip_suffix("__"))
+        .is_some_and(|level| !level.is_empty() && level.bytes().all(|byte| byte.is_ascii_digit()))
+}
+
+/// Row numbers: each value is one more than the last, or the first again, as where files were joined.
+#[derive(Clone, Copy, Debug, Default)]
+struct RowNumbers {
+    first_and_last: Option<(f64, f64)>,
+}
+
+impl RowNumbers {
+    /// `None` if `x` is no row number after these.
+    fn next(self, x: f64) -> Option<Self> {
+        let first_and_last = match self.first_and_last {
+            None if x == 0.0 || x == 1.0 => (x, x),
+            Some((first, last)) if x == last + 1.0 || x == first => (first, x),
+            _ => return None,
+        };
+        Some(Self { first_and_last: Some(first_and_last) })
+    }
+}
+
+/// Whether a text is a number with a unit or a sign that no notation understands: `5 kg`, `1.5k`, `<0.5`, `USD 5`.
+fn has_unit(text: &[u8]) -> bool {
+    const MAX_UNIT: usize = 4;
+    let Ok(text) = str::from_utf8(text) else { return false };
+    let text = text.trim();
+    if text.len() > 24 {
+        return false;
+    }
+    let (body, unit) = match text.find(|c: char| c.is_ascii_digit()) {
+        // `USD 5`, `< 0.5`: a code of three capitals, or a sign.
+        Some(at) if at > 0 => {
+            let unit = text[..at].trim().trim_end_matches(['-', '+']);
+            let is_code = unit.len() == 3 && unit.bytes().all(|byte| byte.is_ascii_uppercase());
+            let is_sign = matches!(unit, "<" | ">" | "<=" | ">=" | "~" | "≤" | "≥" | "R$" | "kr");
+            match is_code && text[..at].ends_with(' ') || is_sign {
+                true => (&text[at..], ""),
+                false => return false,
+            }
+        }
+        Some(_) => {
+            let end = text.rfind(|c: char| c.is_ascii_digit()).map_or(0, |at| at + 1);
+            (&text[..end], text[end..].trim())
+        }
+        None => return false,
+    };
+    let is_unit =
+        unit.chars().count() <= MAX_UNIT && unit.chars().all(|c| c.is_alphabetic() || "°²³/µ‰".contains(c));
+    is_unit && (body.len() < text.len()) && NotationEvidence::default().observe(body.as_bytes())
 }
 
 fn hash(text: &[u8]) -> u64 {

@@ -37,6 +37,10 @@ impl Notation {
             Self::Written { mark: DecimalMark::Point, percent: false } => {
                 parse_decimal(text).or_else(|| parse_written(text, DecimalMark::Point, false))
             }
+            // Digits alone are the same with either mark.
+            Self::Written { percent: false, .. } if !text.contains(&b'.') => {
+                parse_decimal(text).or_else(|| parse_written(text, DecimalMark::Comma, false))
+            }
             Self::Written { mark, percent } => parse_written(text, mark, percent),
             Self::Date { order, part } => DateTime::parse(text, order)?.part(part),
             Self::Stamp { .. } => None,
@@ -55,7 +59,10 @@ impl Notation {
     /// What is expected of a cell.
     pub fn expected(self) -> &'static str {
         match self {
-            Self::Plain | Self::Written { mark: DecimalMark::Point, percent: false } => "a finite number",
+            Self::Plain => {
+                "a finite number as programs write it; `decimal` and `missing` say what else is read"
+            }
+            Self::Written { mark: DecimalMark::Point, percent: false } => "a finite number",
             Self::Written { mark: DecimalMark::Comma, percent: false } => {
                 "a finite number with a decimal comma"
             }
@@ -121,6 +128,12 @@ impl WrittenNumber {
         let mut body = str::from_utf8(decoded.as_deref().unwrap_or(text)).ok()?.trim();
         let percent = body.strip_suffix('%').inspect(|rest| body = rest.trim_end()).is_some();
         let mut sign = strip_sign(&mut body);
+        // As accountants write negative numbers, `(1,234.50)`, and as some programs do, `12.5-`.
+        let negated =
+            body.strip_prefix('(').and_then(|rest| rest.strip_suffix(')')).or(body.strip_suffix('-'));
+        if let (None, Some(rest)) = (sign, negated) {
+            (body, sign) = (rest.trim(), Some('-'));
+        }
         let mut currency = body.chars().next().filter(|c| CURRENCIES.contains(c));
         if let Some(symbol) = currency {
             body = body[symbol.len_utf8()..].trim_start();
@@ -175,12 +188,21 @@ fn parse_grouped(body: &str, mark: DecimalMark) -> Option<f64> {
             if separator != other && ![' ', '\'', '\u{a0}', '\u{202f}', '\u{2019}'].contains(&separator) {
                 return None;
             }
+            // As in India: `12,34,567`.
+            let in_pairs = separator == ','
+                && whole
+                    .split(',')
+                    .rev()
+                    .nth(1)
+                    .is_some_and(|group| whole.matches(',').count() > 1 && group.len() == 2);
+            let last = whole.matches(separator).count();
             for (i, group) in whole.split(separator).enumerate() {
                 // The first group has no leading zero: `0,123` is a fraction.
-                let sized = if i == 0 {
-                    (1..=3).contains(&group.len()) && !group.starts_with('0')
-                } else {
-                    group.len() == 3
+                let sized = match i {
+                    0 if group.starts_with('0') => false,
+                    0 => (1..=if in_pairs { 2 } else { 3 }).contains(&group.len()),
+                    _ if in_pairs && i < last => group.len() == 2,
+                    _ => group.len() == 3,
                 };
                 if !sized || !group.bytes().all(|byte| byte.is_ascii_digit()) {
                     return None;
@@ -299,7 +321,7 @@ impl NotationEvidence {
         }
         let mark = match (self.required_mark(), file) {
             (Some(mark), _) => mark,
-            (None, Some(mark)) if self.differs => mark,
+            (None, Some(mark)) => mark,
             (None, _) if self.differs_with_comma => return Err(NotationProblem::AmbiguousComma),
             (None, _) => DecimalMark::Point,
         };
@@ -349,7 +371,24 @@ mod tests {
         assert_eq!(numbers(&["1,5", "1.5"]), Err(NotationProblem::MixedMarks));
         assert_eq!(numbers(&["5%", "0.05"]), Err(NotationProblem::MixedPercent));
         assert_eq!(numbers(&["$5", "€5"]), Err(NotationProblem::MixedCurrencies));
-        for text in ["1,23,456", "a1", "1,5,", "12,3456,789", "", "1-2", "--1", "$", "$5%"] {
+        assert_eq!(numbers(&["(1,234.50)", "2.5"]).unwrap(), [-1234.5, 2.5]);
+        assert_eq!(numbers(&["12.5-", "3"]).unwrap(), [-12.5, 3.0]);
+        assert_eq!(numbers(&["12,34,567.50", "1,23,456"]).unwrap(), [1_234_567.5, 123_456.0]);
+        for text in [
+            "1,2,3456",
+            "1,23,45",
+            "(5",
+            "5)",
+            "(-5)",
+            "a1",
+            "1,5,",
+            "12,3456,789",
+            "",
+            "1-2",
+            "--1",
+            "$",
+            "$5%",
+        ] {
             assert!(evidence(&[text]).is_none(), "{text}");
         }
     }
@@ -365,6 +404,16 @@ mod tests {
         let points = evidence(&["1.234", "5.678"]).unwrap();
         assert_eq!(points.notation(None, Some(DecimalMark::Comma)).unwrap().parse(b"1.234"), Some(1234.0));
         assert_eq!(points.notation(None, None).unwrap(), Notation::Plain);
+        // The first rows of a column may have no fraction.
+        let whole = evidence(&["1", "2"]).unwrap().notation(None, Some(DecimalMark::Comma)).unwrap();
+        assert_eq!(
+            ["7", "1.234", "1,5"].map(|text| whole.parse(text.as_bytes())),
+            [Some(7.0), Some(1234.0), Some(1.5)]
+        );
+        assert_eq!(
+            evidence(&["1", "2"]).unwrap().notation(None, Some(DecimalMark::Point)).unwrap(),
+            Notation::Plain
+        );
     }
 
     proptest! {

@@ -13,7 +13,7 @@ use rayon::prelude::*;
 
 use super::columns::{CellParser, Column};
 use super::encoding::{RowEncoder, TableSchema};
-use super::inference::{ColumnInference, MAX_WATCHED_COLUMNS, SAMPLE_ROWS};
+use super::inference::{ColumnInference, MAX_WATCHED_COLUMNS, SAMPLE_ROWS, is_index_name};
 use super::parquet_groups::{
     self, BATCH_ROWS, CODE_BYTES, DecodedRow, LeafSelection, RowGroupDecoder, catch_panic, corrupt_file,
 };
@@ -149,6 +149,9 @@ impl ParquetFiles {
             let mut look = ColumnInference::declared(text, parquet_values::unsupported_reason(column));
             look.stamp = parquet_values::stamp_kind(column);
             look.text_list = parquet_values::is_text_list(column);
+            if is_index_name(column.name()) {
+                look.mark_as_index();
+            }
             look
         };
         let mut inferred: Vec<ColumnInference> = descriptors.iter().map(look).collect();

@@ -1,5 +1,6 @@
 //! Tables from files to samples: values, and the error messages for bad input.
 
+mod intent;
 mod parquet_files;
 mod tool_files;
 

@@ -289,5 +289,11 @@ fn thousand() -> usize {
 }
 
 fn missing() -> Vec<String> {
-    ["", "NA", "N/A", "NaN", "nan", "null", "NULL", "None", "?"].map(String::from).to_vec()
+    // What pandas takes for missing, and a question mark.
+    [
+        "", "NA", "N/A", "n/a", "NaN", "nan", "-NaN", "-nan", "null", "NULL", "None", "<NA>", "#N/A", "#NA",
+        "NaT", "?",
+    ]
+    .map(String::from)
+    .to_vec()
 }

@@ -99,7 +99,7 @@ fn what_stays_open_is_refused_with_the_line_the_value_and_the_key() {
         ("x;y\n01/02/2020;1\n03/04/2020;2\n", "`01/02/2020` in line 2 may be the day or the month", "dates"),
         (
             &format!("x;y\n{many}abc;1\n"),
-            "column `x`: nearly all values are numbers, but `abc` in line 62",
+            "column `x`: most values are numbers, but `abc` in line 62",
             "missing",
         ),
         ("x;y\ninf;1\n2;1\n", "line 2, column `x`: `inf` is not a finite number", "on_bad_record"),

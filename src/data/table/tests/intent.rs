@@ -1,0 +1,144 @@
+//! Columns whose intent is plain are read as it is, and others are refused with the value that shows it.
+
+use super::*;
+use crate::data::table::dialect_detection::DialectSettings;
+
+/// Rows of `x` and a target of two classes.
+fn table(values: impl IntoIterator<Item = String>) -> String {
+    let rows = values.into_iter().enumerate().map(|(i, x)| format!("{x},{}\n", ["no", "yes"][i % 2]));
+    format!("x,y\n{}", rows.collect::<String>())
+}
+
+fn opened(text: &str) -> Result<DatasetRef, DataError> {
+    let fixture = TableFixture::new();
+    let path = [fixture.file("a.csv", text)];
+    let format = TableFileFormat::Csv(DialectSettings::default());
+    fixture.open(&path, &path, format, &target(&["y"])).map(|(train, _)| train)
+}
+
+fn refused(values: impl IntoIterator<Item = String>) -> String {
+    opened(&table(values)).map(|set| set.input_names()).unwrap_err().to_string()
+}
+
+#[test]
+fn a_few_texts_among_numbers_are_marks_of_missing_values() {
+    let marked =
+        |mark: &str| (0..400).map(|i| if i % 7 == 0 { mark.into() } else { format!("{i}.5") }).collect();
+    let values: Vec<String> = marked("unknown");
+    assert!(refused(values).contains("most values are numbers, but `unknown` in line 2"));
+    for mark in ["n/a", "<NA>", "#N/A", "NaT"] {
+        let values: Vec<String> = marked(mark);
+        let error = opened(&table(values)).map(|set| set.input_names()).unwrap_err().to_string();
+        assert!(error.contains("column `x`") && !error.contains("most values"), "{mark}: missing: {error}");
+    }
+    // Ticket numbers, of which some have the prefix of an office.
+    let tickets = (0..400).map(|i| if i % 4 == 0 { format!("A/{i} 21{i}") } else { format!("{}", 3 * i) });
+    assert_eq!(opened(&table(tickets)).unwrap().features().input_len(), 400);
+}
+
+#[test]
+fn a_text_among_dates_is_refused() {
+    let dates = |bad: &str| {
+        let bad = bad.to_owned();
+        (0..100).map(
+            move |i| if i == 50 { bad.clone() } else { format!("2021-{:02}-{:02}", i % 12 + 1, i % 28 + 1) },
+        )
+    };
+    for bad in ["2021-02-30", "0000-00-00", "soon"] {
+        assert!(refused(dates(bad)).contains(&format!("most values are dates, but `{bad}` in line 52")));
+    }
+    let names = opened(&table(dates("2021-02-28"))).unwrap().input_names();
+    assert_eq!(names, ["x.year", "x.month", "x.day", "x.weekday"]);
+}
+
+#[test]
+fn days_and_months_that_are_equal_decide_nothing() {
+    let error = refused((0..30).map(|i| format!("{0:02}/{0:02}/2021", i % 12 + 1)));
+    assert!(error.contains("may be the day or the month"), "{error}");
+}
+
+#[test]
+fn numbers_with_units_are_refused() {
+    for (unit, shown) in [("{} kg", "0.5 kg"), ("{}k", "0.5k"), ("<{}", "<0.5"), ("USD {}", "USD 0.5")] {
+        let error = refused((0..100).map(|i| unit.replace("{}", &format!("{i}.5"))));
+        assert!(error.contains(&format!("numbers with a unit, as `{shown}` in line 2")), "{error}");
+    }
+    // Codes are categories.
+    for code in ["A{}", "{}-B", "N{}UA"] {
+        let codes = (0..100).map(|i| code.replace("{}", &i.to_string()));
+        assert_eq!(opened(&table(codes)).unwrap().features().input_len(), 100, "{code}");
+    }
+}
+
+#[test]
+fn row_numbers_that_start_again_are_no_input() {
+    let rows = (0..60).map(|i| format!("{},{}.5,{}\n", i % 30, i, ["a", "b"][i % 2]));
+    let text = format!(",x,y\n{}", rows.collect::<String>());
+    assert_eq!(opened(&text).unwrap().input_names(), ["x"]);
+    let measured = text.replace("\n3,", "\n7,");
+    assert_eq!(opened(&measured).unwrap().input_names(), ["0", "x"]);
+}
+
+#[test]
+fn whole_numbers_with_a_point_are_classes() {
+    let rows = (0..60).map(|i| format!("{i}.5,{}.0\n", i % 2));
+    let set = opened(&format!("x,y\n{}", rows.collect::<String>())).unwrap();
+    assert_eq!(classes(&set).len(), 2);
+}
+
+#[test]
+fn a_target_of_dates_or_of_texts_that_all_differ_is_refused() {
+    let of = |y: &dyn Fn(usize) -> String| {
+        let rows = (0..60).map(|i| format!("{i}.5,{}\n", y(i)));
+        let text = format!("x,y\n{}", rows.collect::<String>());
+        opened(&text).map(|set| set.len()).unwrap_err().to_string()
+    };
+    assert!(
+        of(&|i| format!("2021-01-{:02}", i % 28 + 1))
+            .contains("dates, which are neither classes nor numbers")
+    );
+    assert!(of(&|i| format!("note {}", "x".repeat(i))).contains("a text of its own"));
+}
+
+#[test]
+fn excel_states_the_delimiter_and_old_macs_end_lines_with_returns() {
+    let rows: String = (0..30).map(|i| format!("{i},5;{}\n", ["a", "b"][i % 2])).collect();
+    let set = opened(&format!("sep=;\nx;y\n{rows}")).unwrap();
+    assert_eq!(read(&set, 3).unwrap().0, [3.5]);
+    let error = opened("x,y\r1,a\r2,b\r").map(|set| set.len()).unwrap_err().to_string();
+    assert!(error.contains("carriage return"), "{error}");
+}
+
+#[test]
+fn validation_files_may_have_their_columns_in_another_order() {
+    let fixture = TableFixture::new();
+    let train = [fixture.file("a.csv", "x,z,y\n1,5,a\n2,6,b\n3,7,a\n")];
+    let valid = [fixture.file("b.csv", "y;note;z;x\nb;n;8;9\na;n;10;11\n")];
+    let format = TableFileFormat::Csv(DialectSettings::default());
+    let (_, valid_set) = fixture.open(&train, &valid, format, &target(&["y"])).unwrap();
+    assert_eq!(all(&valid_set), [(vec![9.0, 8.0], vec![1.0]), (vec![11.0, 10.0], vec![0.0])]);
+    let valid = [fixture.file("c.csv", "y,x\nb,1\n")];
+    let error = fixture.open(&train, &valid, format, &target(&["y"])).map(|_| ()).unwrap_err().to_string();
+    assert!(error.contains("it has no column `z`"), "{error}");
+}
+
+#[test]
+fn weights_that_are_all_zero_are_refused() {
+    let fixture = TableFixture::new();
+    let path = [fixture.file("a.csv", "x,w,y\n1,0,a\n2,0,b\n3,0,a\n")];
+    let settings = TableSettings { weight: Some("w".into()), standardise: true, ..target(&["y"]) };
+    let format = TableFileFormat::Csv(DialectSettings::default());
+    let error = fixture.open(&path, &path, format, &settings).map(|_| ()).unwrap_err().to_string();
+    assert!(error.contains("all sample weights are 0"), "{error}");
+}
+
+#[test]
+fn partitions_of_text_files_are_a_warning() {
+    let fixture = TableFixture::new();
+    fs::create_dir(fixture.0.path().join("year=2020")).unwrap();
+    let path = [fixture.file("year=2020/a.csv", "x,y\n1,a\n2,b\n3,a\n")];
+    let format = TableFileFormat::Csv(DialectSettings::default());
+    let (train, _) = fixture.open(&path, &path, format, &target(&["y"])).unwrap();
+    let about = train.describe();
+    assert!(about.iter().any(|(name, text)| name == "warning" && text.contains("`year`")), "{about:?}");
+}
