@@ -207,6 +207,12 @@ impl Checker<'_> {
                 Ok(None) => {}
                 Err(error) => self.add_error(span, error.key(path).value(format!("\"{text}\""))),
             },
+            // A column without a name is called by its number, and a mark of missing values may be one.
+            (Some("string"), number @ (DeValue::Integer(_) | DeValue::Float(_)))
+                if path.starts_with("data.") && schema["format"].is_null() =>
+            {
+                *number = DeValue::String(format_value(number).into());
+            }
             (Some("boolean"), DeValue::Boolean(_)) => {}
             (Some("integer" | "number"), DeValue::Integer(n)) => {
                 // TOML integers have 64 bits; the resolved job could not represent a larger one.

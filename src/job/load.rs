@@ -124,7 +124,7 @@ fn syntax_error(error: &toml::de::Error) -> SpannedError {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::job::{AdamwConfig, Interval, ModelConfig, OptimizerConfig, RunLength};
+    use crate::job::{AdamwConfig, Interval, ModelConfig, OptimizerConfig, RunLength, SourceConfig};
     use proptest::prelude::*;
 
     fn parse(text: &str, sets: &[&str]) -> Result<Job, JobErrors> {
@@ -163,6 +163,16 @@ mod tests {
         let OptimizerConfig::Adamw(adamw) = load(TINY, &["optimizer.lr=0.5"]).optimizer else { panic!() };
         assert_eq!(adamw, AdamwConfig { lr: 0.5, ..AdamwConfig::default() });
         assert_eq!(load(&format!("{TINY}[schedule]\nwarmup_steps = 7"), &[]).schedule.warmup_steps(), 7);
+    }
+
+    #[test]
+    fn a_number_names_a_column() {
+        let text = "[model]\nkind = 'mlp'\n[data]\nkind = 'csv'\ntrain = 'a.csv'\ntarget = 2\nignore = [0, 'x']\n[train]\nsteps = 1";
+        let job = load(text, &["data.missing=-999"]);
+        let SourceConfig::Csv(csv) = &job.data.source else { panic!("{job:?}") };
+        assert_eq!(csv.columns.target.to_vec(), ["2"]);
+        assert_eq!(csv.columns.ignore, ["0", "x"]);
+        assert_eq!(csv.columns.missing, ["-999"]);
     }
 
     #[test]

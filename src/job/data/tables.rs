@@ -110,7 +110,8 @@ pub struct ColumnsConfig {
     #[schemars(extend("uniqueItems" = true), transform = one_or_list)]
     pub numeric: Vec<String>,
     /// Texts that mean a missing value.
-    #[serde(default = "missing")]
+    #[serde(default = "missing", deserialize_with = "list_of_one_or_many")]
+    #[schemars(transform = one_or_list)]
     pub missing: Vec<String>,
     /// What to do with a missing input. A missing target is always a bad record.
     #[serde(default)]
