@@ -218,6 +218,10 @@ fn usage() {
     snapshot("no_arguments", "", &[]);
     snapshot("unknown_command", "", &["train"]);
     snapshot("unknown_command_json", "", &["train", "--json"]);
+    snapshot("flag_is_a_key", GOOD, &["fit", "job.toml", "--epochs", "3"]);
+    snapshot("flag_is_a_key_with_a_list", GOOD, &["fit", "job.toml", "--hidden=[8, 9]"]);
+    snapshot("flag_with_underscores", GOOD, &["fit", "job.toml", "--max_steps", "3"]);
+    snapshot("flag_of_other_tools", GOOD, &["fit", "job.toml", "--gpus", "2"]);
     snapshot("unknown_device", "", &["probe", "--device", "gpu"]);
     snapshot("help", "", &["--help"]);
     for name in [

@@ -209,11 +209,12 @@ impl std::str::FromStr for DeviceArg {
             "auto" => DeviceArg::Auto,
             "cpu" => DeviceArg::Cpu,
             "cuda" => DeviceArg::Cuda(0),
-            _ => text
-                .strip_prefix("cuda:")
-                .and_then(|n| n.parse().ok())
-                .map(DeviceArg::Cuda)
-                .ok_or("expected auto, cpu, cuda or cuda:N")?,
+            _ => text.strip_prefix("cuda:").and_then(|n| n.parse().ok()).map(DeviceArg::Cuda).ok_or_else(
+                || {
+                    let gpu = if text.starts_with("gpu") { "; a GPU is cuda" } else { "" };
+                    format!("expected auto, cpu, cuda or cuda:N{gpu}")
+                },
+            )?,
         };
         match device {
             DeviceArg::Cuda(_) if !cfg!(feature = "cuda") => {
@@ -264,7 +265,7 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> Exit {
     let args: Vec<OsString> = args.into_iter().collect();
     let cli = match Cli::try_parse_from(&args) {
         Ok(cli) => cli,
-        Err(error) => return handle_clap_error(&error, args.iter().any(|arg| arg == "--json")),
+        Err(error) => return handle_clap_error(error, &args),
     };
     let common = &cli.common;
     // `fit` decides for itself: a worker must abort instead of exiting.
@@ -330,14 +331,24 @@ pub fn start_threads() -> Result<(), CliError> {
 }
 
 /// Help and version are output; anything else clap refuses is a usage error.
-fn handle_clap_error(error: &clap::Error, json: bool) -> Exit {
+fn handle_clap_error(mut error: clap::Error, args: &[OsString]) -> Exit {
+    let hint = usage_hint(&error, args);
+    if let Some(ContextValue::StyledStrs(mut tips)) = error.remove(ContextKind::Suggested) {
+        // Nothing that looks like a flag is meant as a job or a run.
+        tips.retain(|tip| !tip.to_string().starts_with("to pass "));
+        if !tips.is_empty() {
+            error.insert(ContextKind::Suggested, ContextValue::StyledStrs(tips));
+        }
+    }
+    if hint.is_some() {
+        error.remove(ContextKind::SuggestedArg);
+        error.remove(ContextKind::SuggestedSubcommand);
+    }
+    let json = args.iter().any(|arg| arg == "--json");
     // A closed output is not an error.
     let _ = error.print();
-    if let (ErrorKind::UnknownArgument, Some(ContextValue::String(flag))) =
-        (error.kind(), error.get(ContextKind::InvalidArg))
-        && let Some(key) = crate::job::synonym_key(flag.trim_start_matches('-'))
-    {
-        let _ = writeln!(io::stderr().lock(), "\n  hint: keys of the job are set by `--set {key}=VALUE`");
+    if let Some(hint) = &hint {
+        let _ = writeln!(io::stderr().lock(), "\n  hint: {hint}");
     }
     match error.kind() {
         ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => Exit::Done,
@@ -345,12 +356,41 @@ fn handle_clap_error(error: &clap::Error, json: bool) -> Exit {
             if json {
                 let text = error.render().to_string();
                 let message = text.lines().next().unwrap_or_default().trim_start_matches("error: ");
-                let document = serde_json::json!({ "error": { "exit_code": 2, "message": message } });
+                let document =
+                    serde_json::json!({ "error": { "exit_code": 2, "message": message, "hint": hint } });
                 let _ = writeln!(io::stdout().lock(), "{document}");
             }
             Exit::Usage
         }
     }
+}
+
+/// What the flag or the command that clap does not know is called here.
+fn usage_hint(error: &clap::Error, args: &[OsString]) -> Option<String> {
+    let context = |kind| match error.get(kind) {
+        Some(ContextValue::String(text)) => Some(text.as_str()),
+        _ => None,
+    };
+    if let Some(command) = context(ContextKind::InvalidSubcommand) {
+        return crate::job::command_called(command).map(|command| format!("here it is `trainer {command}`"));
+    }
+    let flag = context(ContextKind::InvalidArg).filter(|_| error.kind() == ErrorKind::UnknownArgument)?;
+    let name = flag.strip_prefix("--")?;
+    if context(ContextKind::SuggestedArg) == Some(flag.replace('_', "-").as_str()) {
+        return None; // It is a flag, spelled as a key.
+    }
+    if let Some(note) = crate::job::flag_note(name) {
+        return Some(note.to_owned());
+    }
+    let key = crate::job::flag_key(name)?;
+    let given = args.iter().enumerate().find_map(|(i, arg)| {
+        let arg = arg.to_str()?;
+        let next = || args.get(i + 1)?.to_str().filter(|next| !next.starts_with("--"));
+        arg.strip_prefix(flag)
+            .and_then(|rest| rest.strip_prefix('=').or(rest.is_empty().then(next).flatten()))
+    });
+    let set = fit::shell_quoted(&format!("{key}={}", given.unwrap_or("VALUE")));
+    Some(format!("keys of the job are set by `--set {set}`"))
 }
 
 /// Writes a line to stdout. A broken pipe ends the program quietly.

@@ -14,7 +14,7 @@ use super::error::{ErrorCode, JobError, did_you_mean};
 use super::renamed::renamed;
 use super::schema::{allowed, alternative, choices, is_table, keywords, kind, kinds};
 use super::source_map::WHOLE_FILE;
-use super::synonyms::{synonym_hint, synonym_key, synonym_kind};
+use super::synonyms::{synonym_choice, synonym_elsewhere, synonym_here};
 use crate::base::units::MemorySize;
 
 /// An error and the bytes it is about, in the address space of [`super::source_map::SourceMap`].
@@ -119,11 +119,15 @@ impl Checker<'_> {
         }
         let owners = kinds.iter().filter(|k| has_key(std::slice::from_ref(k), name)).filter_map(kind);
         let owners: Vec<&str> = owners.collect();
+        let now = renamed(&join(path, name)).and_then(|key| key.rsplit('.').next());
+        let hint = now.map(|new| format!("`{shown}` is now called `{new}`"));
+        // What other tools call a key of this table is no key of another kind, whatever that kind calls so.
+        let hint = hint.or_else(|| synonym_here(name, path, &known));
         let error = match chosen.and_then(kind) {
             Some(this) if !owners.is_empty() => {
                 let message = format!("key `{shown}` does not belong to kind \"{this}\"{}", section(path));
-                JobError::new(ErrorCode::OtherKind, message)
-                    .hint(format!("`{shown}` is a key of kind {}", quoted(&owners)))
+                let hint = hint.unwrap_or_else(|| format!("`{shown}` is a key of kind {}", quoted(&owners)));
+                JobError::new(ErrorCode::OtherKind, message).hint(hint)
             }
             _ => {
                 let mut tables = self.schema["properties"].as_object().into_iter().flatten();
@@ -134,15 +138,9 @@ impl Checker<'_> {
                 } else {
                     format!("unknown key `{shown}`{}", section(path))
                 };
-                let now = renamed(&join(path, name)).and_then(|key| key.rsplit('.').next());
-                let hint = now.map(|new| format!("`{shown}` is now called `{new}`"));
-                // What other tools call a key of this table, one that is spelled almost so, then other tables.
-                let is_here = |key: &str| {
-                    key.rsplit_once('.').is_some_and(|(table, key)| table == path && known.contains(&key))
-                };
-                let here = synonym_key(name).filter(|key| is_here(key)).and_then(|_| synonym_hint(name));
-                let hint = hint.or(here).or_else(|| did_you_mean(name, known.iter().copied()));
-                let hint = hint.or(elsewhere).or_else(|| synonym_hint(name));
+                // A name of other tools, then a key here that is spelled almost so, then a key of another table.
+                let hint = hint.or_else(|| synonym_elsewhere(name, path, table, self.schema));
+                let hint = hint.or_else(|| did_you_mean(name, known.iter().copied())).or(elsewhere);
                 JobError::new(ErrorCode::UnknownKey, what).hint(hint)
             }
         };
@@ -304,9 +302,7 @@ impl Checker<'_> {
     fn not_a_choice(&mut self, span: Range<usize>, text: &str, names: &[&str], path: &str) {
         let shown = format!("\"{}\"", text.escape_debug());
         let error = JobError::new(ErrorCode::NotAllowed, format!("`{path}` cannot be {shown}"));
-        let synonym = synonym_kind(text).filter(|kind| names.contains(kind));
-        let hint = synonym.map(|kind| format!("`{kind}` is the kind of such files"));
-        let hint = hint.or_else(|| did_you_mean(text, names.iter().copied()));
+        let hint = synonym_choice(text, names).or_else(|| did_you_mean(text, names.iter().copied()));
         self.add_error(span, error.key(path).value(shown).allowed(quoted(names)).hint(hint));
     }
 
@@ -327,7 +323,11 @@ impl Checker<'_> {
                 Ok(DeValue::Boolean(_)) => noun == "true or false",
                 _ => false,
             });
-        let hint = unquoted.map(|text| format!("write it without quotes: {text}"));
+        let hint = unquoted.map(|text| format!("write it without quotes: {text}")).or_else(|| {
+            let has_kinds = kinds(&self.schema["properties"][path]).iter().any(|table| kind(table).is_some());
+            let name = value.as_str().filter(|_| has_kinds)?;
+            Some(format!("write `[{path}]`, and below it `kind = \"{}\"`", name.escape_debug()))
+        });
         let error = JobError::new(ErrorCode::WrongType, format!("`{path}` must be {noun}, not {found}"));
         self.add_error(span, error.key(path).value(shown).allowed(allowed).hint(hint));
     }

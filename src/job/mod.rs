@@ -52,7 +52,7 @@ pub use reference::job_markdown;
 pub use schema::schema;
 pub use source_map::{Snippet, SourceLocation};
 pub use stop::StopConfig;
-pub use synonyms::synonym_key;
+pub use synonyms::{command_called, flag_key, flag_note};
 pub use train::{
     ClassWeightsConfig, ClassWeightsRule, InitHead, LossKind, ParamGroupConfig, Precision, RunLength,
     TrainConfig,
