@@ -184,6 +184,23 @@ mod tests {
     }
 
     #[test]
+    fn a_set_of_names_needs_no_quotes() {
+        let csv = TINY.replace("'shapes'", "'csv'\ntrain = 'a.csv'\ntarget = 'y'");
+        for (set, key, value) in [
+            ("data.ignore=[id]", "ignore", serde_json::json!(["id"])),
+            ("data.ignore=[id, 2]", "ignore", serde_json::json!(["id", "2"])),
+            ("data.ignore=id,x", "ignore", serde_json::json!(["id", "x"])),
+            ("data.ignore=['a,b']", "ignore", serde_json::json!(["a,b"])),
+            ("data.missing=-999", "missing", serde_json::json!(["-999"])),
+        ] {
+            assert_eq!(load(&csv, &[set]).to_json()["data"][key], value, "{set}");
+        }
+        let JobErrors(errors) = parse(&csv, &["data.ignore=[a,,b]"]).unwrap_err();
+        assert_eq!(errors[0].code, ErrorCode::Syntax);
+        assert!(parse(&csv, &["eval.metrics=f1,f2"]).unwrap_err().to_string().contains("\"f2\""));
+    }
+
+    #[test]
     fn depth_and_number_are_bounded() {
         let deep = vec!["a"; 60_000].join(".");
         assert!(parse(TINY, &[&format!("{deep}=1")]).is_err());

@@ -62,7 +62,8 @@ fn child_schema<'s>(schema: &'s Value, key: &str) -> Option<&'s Value> {
     kinds(schema).iter().find_map(|kind| kind["properties"].get(key))
 }
 
-/// The value in `text`, which has the address `at`. A string needs no quotes.
+/// The value in `text`, which has the address `at`. A string needs no quotes, nor does a list of strings: `a,b` and
+/// `[a, b]` are two.
 fn parse_value<'a>(
     text: &'a str,
     at: usize,
@@ -72,8 +73,16 @@ fn parse_value<'a>(
     let text = text.trim();
     let bare = || Spanned::new(at..at + text.len(), DeValue::String(text.into()));
     let is_toml = text.starts_with(['"', '\'', '[', '{']);
-    if !is_toml && schema.is_some_and(|s| s["type"] == "string" || !choices(s).is_empty()) {
+    if !is_toml && schema.is_some_and(is_string) {
         return Ok(bare());
+    }
+    let list = schema.filter(|s| (s["type"] == "array" || s["type"].is_array()) && is_string(&s["items"]));
+    if let Some(list) = list
+        && let Some(words) = bare_list(text, at)
+    {
+        let one = !text.starts_with('[') && words.len() == 1 && list["type"].is_array();
+        let words = DeValue::Array(words.into_iter().collect());
+        return Ok(if one { bare() } else { Spanned::new(at..at + text.len(), words) });
     }
     match DeValue::parse(text) {
         Ok(value) => Ok(shift_spans(value, at)),
@@ -86,6 +95,29 @@ fn parse_value<'a>(
         }
         Err(_) => Ok(bare()),
     }
+}
+
+fn is_string(schema: &Value) -> bool {
+    schema["type"] == "string" || !choices(schema).is_empty()
+}
+
+/// The words of a list without quotes, with or without brackets; `None` if it is none.
+fn bare_list(text: &str, at: usize) -> Option<Vec<Spanned<DeValue<'_>>>> {
+    let (inner, mut start) = match text.strip_prefix('[') {
+        Some(rest) => (rest.strip_suffix(']')?, at + 1),
+        None => (text, at),
+    };
+    if inner.contains(['"', '\'', '[', ']', '{', '}']) {
+        return None;
+    }
+    let word = |item: &str| {
+        let from = start + (item.len() - item.trim_start().len());
+        start += item.len() + 1;
+        let word = item.trim();
+        (!word.is_empty())
+            .then(|| Spanned::new(from..from + word.len(), DeValue::String(word.to_owned().into())))
+    };
+    inner.split(',').map(word).collect()
 }
 
 /// Shifts every span in `value` by `by` bytes.
