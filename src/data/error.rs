@@ -4,6 +4,13 @@ use std::{io, path::PathBuf, sync::Arc};
 
 use crate::base::units::{Bytes, counted};
 
+/// What is expected of a text.
+pub(super) const EXPECTED_UTF8: &str = "UTF-8 text; `encoding` says what else it is";
+
+/// What to do about a table that is not UTF-8.
+pub(super) const ENCODING_HINT: &str =
+    "set `encoding`: \"latin-1\" is what Excel writes in western Europe and the Americas";
+
 /// An error in the data or in reading it. The message states what was found, [`DataError::hint`] what to do about it.
 /// `Clone`, because a failed loader returns the same error again.
 #[derive(Clone, Debug, thiserror::Error)]
@@ -22,6 +29,10 @@ pub enum DataError {
 
     #[error("{set} has no samples: {why}")]
     NoSamples { set: String, why: String },
+
+    /// A set that is left without samples by how the data is split, or is too short for one.
+    #[error("{set} has no samples: {why}")]
+    TooSmall { set: String, why: String },
 
     #[error("cannot decompress `{}`", file.display())]
     Corrupt { file: PathBuf, source: Arc<io::Error> },
@@ -117,6 +128,9 @@ impl DataError {
     /// What the user can do about the error.
     pub fn hint(&self) -> Option<&'static str> {
         Some(match self {
+            DataError::Io { source, .. } if source.kind() == io::ErrorKind::IsADirectory => {
+                "name the files in the folder, by a pattern such as `folder/*.csv`"
+            }
             DataError::Io { .. } => "check the path and the permissions of the file",
             DataError::EmptyFile { .. } | DataError::Truncated { .. } | DataError::Corrupt { .. } => {
                 "copy or download the file again"
@@ -124,16 +138,21 @@ impl DataError {
             DataError::Write { .. } => "check that the folder is writable and the disk is not full",
             DataError::NoMatchingFile { .. } => "check the pattern; it is relative to the job's folder",
             DataError::Table { hint, .. } => hint,
+            DataError::Cell { expected, .. } if expected == EXPECTED_UTF8 => ENCODING_HINT,
             DataError::Cell { .. } => {
                 "correct the value or the declaration of the column, or set `on_bad_record = \"skip\"` to skip the row"
             }
             DataError::Record { .. } => {
-                "correct or remove the record, or set `on_bad_record = \"skip\"` to skip it"
+                "correct the record, or the keys of `[data]` that say how to read it, or set `on_bad_record = \"skip\"` to \
+                 skip it"
             }
             DataError::TooManyBad { .. } => "correct the files, or raise `data.max_bad_records`",
             DataError::ChangedSinceOpen { .. } => "do not change the files during a run; restart the run",
             DataError::InvalidUtf8 { .. } => "convert the file to UTF-8, or remove it from the dataset",
             DataError::NoSamples { .. } => {
+                "check that the path is the right one, that its files are complete, and that `data.kind` reads such files"
+            }
+            DataError::TooSmall { .. } => {
                 "add data, or change how the data is split: `valid_fraction`, `test_fraction`, `fold`"
             }
             DataError::WrongFormat { .. } => "check that the file is of the job's `data.kind`",
@@ -198,4 +217,33 @@ fn at(place: &str) -> String {
 
 fn in_column(column: &Option<String>) -> String {
     column.as_ref().map(|name| format!(", column `{name}`")).unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_hint_is_about_its_error() {
+        let file = || PathBuf::from("a.csv");
+        let io = |kind| DataError::io(&file())(io::Error::new(kind, "no")).hint().unwrap();
+        assert!(io(io::ErrorKind::IsADirectory).contains("folder/*.csv"));
+        assert!(io(io::ErrorKind::PermissionDenied).contains("permissions"));
+        let cell = |expected: &str| DataError::Cell {
+            file: file(),
+            line: 2,
+            column: "x".into(),
+            value: "?".into(),
+            expected: expected.into(),
+        };
+        assert!(cell(EXPECTED_UTF8).hint().unwrap().contains("latin-1"));
+        assert!(cell("a finite number").hint().unwrap().contains("on_bad_record"));
+        let (set, why) = ("`a.csv`".to_owned(), "it has no rows".to_owned());
+        let none = DataError::NoSamples { set: set.clone(), why: why.clone() };
+        let small = DataError::TooSmall { set, why };
+        assert_eq!(none.to_string(), small.to_string());
+        assert!(
+            !none.hint().unwrap().contains("fraction") && small.hint().unwrap().contains("valid_fraction")
+        );
+    }
 }

@@ -298,7 +298,7 @@ impl SplitPlan {
                     "it has {samples}, and both the training and the validation set need at least one"
                 ),
             };
-            return Err(DataError::NoSamples { set: "the dataset".into(), why });
+            return Err(DataError::TooSmall { set: "the dataset".into(), why });
         }
         let draw = FoldDraw::new(ctx.seed);
         let (assignment, warnings) = match (&settings.method, keys) {

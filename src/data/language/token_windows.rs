@@ -150,7 +150,7 @@ impl TokenWindows {
         }
         if kept.is_empty() {
             let why = format!("it has {most} contiguous tokens, and a window needs {}", context + 1);
-            return Err(DataError::NoSamples { set: name.to_owned(), why });
+            return Err(DataError::TooSmall { set: name.to_owned(), why });
         }
         let features = Features::new(InputSpec::Tokens { length: context, vocab }, TargetSpec::Tokens);
         Ok(Self {

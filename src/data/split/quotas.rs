@@ -156,7 +156,7 @@ pub fn grouped(
     if groups < least {
         let unit = if matches!(settings.valid, ValidSet::Fold(_)) { "folds" } else { "sets" };
         let why = format!("`{by}` has {groups} different values, and {least} {unit} need one each");
-        return Err(DataError::NoSamples { set: "the dataset".into(), why });
+        return Err(DataError::TooSmall { set: "the dataset".into(), why });
     }
     let largest = left.iter().max_by_key(|group| (group.samples, std::cmp::Reverse(group.first))).copied();
     left.sort_by_key(|group| (draw.test.fold_in(group.key).bits(0), group.key));

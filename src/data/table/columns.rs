@@ -199,6 +199,15 @@ impl CellParser {
     }
 }
 
+/// What to do about columns that are named by values.
+const NO_HEADER: &str =
+    "if the file has no header, set `header = false`: its columns are then called 0, 1, 2 and so on";
+
+/// Whether a column has the name of a value: a number that is no column's number.
+fn is_fraction(name: &str) -> bool {
+    name.contains(['.', '-']) && name.parse::<f64>().is_ok_and(f64::is_finite)
+}
+
 /// The columns to use: inputs in file order, then targets in the declared order.
 pub fn select_columns(
     file: &Path,
@@ -217,10 +226,13 @@ pub fn select_columns(
     let mut places: HashMap<&str, usize> = HashMap::with_capacity(names.len());
     for (i, name) in names.iter().enumerate() {
         if places.insert(name, i).is_some() {
-            return Err(wrong(
-                format!("two columns are named `{name}`"),
-                "rename one, or set `header = false` and `skip_lines = 1` and name columns by number, from 0",
-            ));
+            let hint = match name.parse::<f64>() {
+                Ok(_) => NO_HEADER,
+                Err(_) => {
+                    "rename one, or set `header = false` and `skip_lines = 1` and name columns by number, from 0"
+                }
+            };
+            return Err(wrong(format!("two columns are named `{name}`"), hint));
         }
     }
     let weight: Vec<String> = settings.weight.iter().cloned().collect();
@@ -236,10 +248,18 @@ pub fn select_columns(
     for (key, list) in lists.into_iter().chain([group]) {
         for name in list {
             if !places.contains_key(name.as_str()) {
-                return Err(wrong(
-                    format!("`{key}` names `{name}`, which is not a column{}", suggest_column(name, names)),
-                    "use a column of the table; without a header they are called 0, 1, 2 and so on",
-                ));
+                let problem =
+                    format!("`{key}` names `{name}`, which is not a column{}", suggest_column(name, names));
+                let has = |column: &str| places.contains_key(column);
+                let hint = if has(&format!("{name}.0")) || has(&format!("0.{name}")) || has("data.0.0") {
+                    "the file holds columns and not a record per row: pandas writes these by \
+                     `df.to_json(file, orient=\"records\")`"
+                } else if names.iter().any(|name| is_fraction(name)) {
+                    NO_HEADER
+                } else {
+                    "use a column of the table; without a header they are called 0, 1, 2 and so on"
+                };
+                return Err(wrong(problem, hint));
             }
         }
     }
@@ -513,6 +533,27 @@ mod tests {
             ..target(&["price"])
         };
         assert!(chosen(both).unwrap_err().contains("both in `categorical` and in `numeric`"));
+    }
+
+    /// The hint says what kind of file has such names.
+    #[test]
+    fn names_that_are_values_or_parts_of_columns_are_recognized() {
+        let hint = |names: &[&str]| {
+            let names: Vec<String> = names.iter().map(|name| name.to_string()).collect();
+            let inferred = vec![ColumnInference::default(); names.len()];
+            let error = select_columns("a".as_ref(), &names, &inferred, &target(&["y"])).unwrap_err();
+            error.hint().unwrap()
+        };
+        for names in [&["0.0", "0.0", "1"][..], &["Berlin", "-0.436", "0.2"]] {
+            let hint = hint(names);
+            assert!(hint.contains("`header = false`") && !hint.contains("skip_lines"), "{names:?}: {hint}");
+        }
+        assert!(hint(&["x", "x", "y"]).contains("`skip_lines = 1`"));
+        for names in [&["x.0", "x.1", "y.0", "y.1"][..], &["0.x", "0.y"], &["columns", "data.0.0", "index.0"]]
+        {
+            assert!(hint(names).contains("orient=\"records\""), "{names:?}");
+        }
+        assert!(hint(&["a", "b"]).contains("use a column of the table"));
     }
 
     #[test]

@@ -54,6 +54,7 @@ pub use text_encoding::TextEncoding;
 
 use self::columns::Column;
 use super::DataError;
+use super::error::EXPECTED_UTF8;
 
 /// Declared properties of the columns.
 #[derive(Clone, Debug)]
@@ -202,9 +203,6 @@ pub trait TableReader: Send + Sync {
     fn scan(&self, partition: usize, columns: &[Column], visit: &mut RowVisitor<'_>)
     -> Result<(), DataError>;
 }
-
-/// What is expected of a text.
-const EXPECTED_UTF8: &str = "UTF-8 text; `encoding` says what else it is";
 
 /// What is expected of a sample weight.
 const EXPECTED_WEIGHT: &str = "a weight: a number of 0 or more";

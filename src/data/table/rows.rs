@@ -8,6 +8,7 @@ use super::arrow_rows::ArrowRows;
 use super::dialect::{Dialect, MAX_ROW_BYTES, RowEnds, RowFields, RowFormat};
 use super::json_rows::JsonRows;
 use crate::data::DataError;
+use crate::data::error::ENCODING_HINT;
 use crate::data::files::{self, read_error};
 
 /// Bytes per read.
@@ -102,6 +103,14 @@ impl RowReader {
                 hint: "set `data.kind = \"parquet\"`, which reads both",
             });
         }
+        if starts_as_json(&reader.buffer) {
+            return Err(DataError::Table {
+                file: file.to_owned(),
+                place: String::new(),
+                problem: "it is JSON, not a table of delimited text".into(),
+                hint: "set `data.kind = \"json\"`",
+            });
+        }
         if memchr::memchr(0, &reader.buffer).is_some() {
             return Err(DataError::Table {
                 file: file.to_owned(),
@@ -175,7 +184,7 @@ impl RowReader {
                     file,
                     place: format!("line {line}"),
                     problem: format!("the column name `{}` is not UTF-8 text", super::display_value(field)),
-                    hint: "set `encoding`: \"latin-1\" is what Excel writes in western Europe and the Americas",
+                    hint: ENCODING_HINT,
                 });
             };
             // pandas calls a column so that it read without a name.
@@ -229,4 +238,11 @@ impl RowReader {
         self.eof = (read as u64) < more;
         Ok(())
     }
+}
+
+/// Whether a file starts as an object of JSON, or a list of them.
+fn starts_as_json(bytes: &[u8]) -> bool {
+    let text = bytes.strip_prefix(b"\xef\xbb\xbf").unwrap_or(bytes).trim_ascii_start();
+    let text = text.strip_prefix(b"[").map_or(text, <[u8]>::trim_ascii_start);
+    text.strip_prefix(b"{").is_some_and(|text| text.trim_ascii_start().starts_with(b"\""))
 }
