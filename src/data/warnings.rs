@@ -6,6 +6,8 @@
 
 use std::collections::HashSet;
 
+use crate::base::units::counted;
+
 use super::{BatchValues, DataError, Dataset, HostBatch, InputSpec, SampleKey, TargetSpec};
 
 /// Name of a line of [`Dataset::describe`] that is a warning.
@@ -111,9 +113,10 @@ fn shared_samples(train: &dyn Dataset, valid: &dyn Dataset, seed: u64) -> Option
     }
     (!shared.is_empty()).then(|| {
         format!(
-            "{} different rows of the first {samples} of the validation set are among the first {} training rows: \
-             the validation metric will look better than it is",
-            shared.len(),
+            "{} of the first {samples} of the validation set {} among the first {} training rows: the validation \
+             metric will look better than it is",
+            counted(shared.len() as u64, "different row"),
+            if shared.len() == 1 { "is" } else { "are" },
             compared.1
         )
     })

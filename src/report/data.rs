@@ -248,7 +248,7 @@ impl DataPreview {
                 fields.map(|(name, value)| format!("{name} {}", format_value(value))).collect();
             lines.push((format!("sample {}", record["sample"]), text.join("  ")));
         }
-        lines
+        lines.into_iter().map(|(name, value)| (one_line(&name), one_line(&value))).collect()
     }
 }
 
@@ -285,6 +285,15 @@ fn round_to_four_digits(x: f64) -> f64 {
     (x * scale).round() / scale
 }
 
+/// Names of columns and classes come from files, with any characters.
+fn one_line(text: &str) -> String {
+    let escape = |c: char| match c.is_control() {
+        true => c.escape_debug().to_string(),
+        false => c.to_string(),
+    };
+    text.chars().map(escape).collect()
+}
+
 fn truncate_text(text: &str) -> String {
     match text.char_indices().nth(MAX_CHARS) {
         Some((end, _)) => format!("{}...", &text[..end]),
@@ -311,6 +320,18 @@ mod tests {
     use crate::data::shapes::ShapesDataset;
     use crate::data::split::DatasetSplit;
     use crate::data::{BatchRow, sequences};
+
+    /// A class or a column may be named by anything that a file holds.
+    #[test]
+    fn a_line_break_in_a_name_stays_on_its_line() {
+        let set = |part| ShapesDataset::new(16, 5, 1, part).unwrap();
+        let mut shown = preview(&set(DatasetSplit::Train), &set(DatasetSplit::Valid), 1, false).unwrap();
+        shown.target = "2 classes: a\nb, c".into();
+        shown.about.push(("x\ty".into(), "category of 2 values".into()));
+        let lines = shown.lines();
+        assert!(lines.contains(&("target".into(), "2 classes: a\\nb, c".into())), "{lines:?}");
+        assert!(lines.contains(&("x\\ty".into(), "category of 2 values".into())), "{lines:?}");
+    }
 
     #[test]
     fn images_and_tokens_are_previewed_as_the_model_sees_them() {

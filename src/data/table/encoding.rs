@@ -271,8 +271,10 @@ impl RowEncoder {
         if let (Some(names), Some(counts)) = (names, &row_encoder.class_counts) {
             row_encoder.warnings.extend(warnings::class_warnings(names, counts));
         }
-        if let Some(skipped) = statistics.map(|statistics| statistics.skipped_rows).filter(|n| *n > 0) {
-            row_encoder.description.push(("skipped".into(), format!("{skipped} bad training rows")));
+        if let Some(statistics) = statistics.filter(|statistics| statistics.skipped_rows > 0) {
+            let first = statistics.first_skipped.iter().map(|why| format!("; the first: {why}"));
+            let skipped = counted(statistics.skipped_rows, "bad training row") + &first.collect::<String>();
+            row_encoder.description.push(("skipped".into(), skipped));
         }
         let target = match classes {
             Some(names) if names.len() < 2 => {

@@ -80,6 +80,7 @@ impl Notation {
             Self::Plain | Self::Written { mark: DecimalMark::Point, percent: false } => "",
             Self::Written { mark: DecimalMark::Comma, percent: false } => ", decimal comma",
             Self::Written { percent: true, .. } => ", in percent",
+            Self::Date { part: DatePart::Hour, .. } => ", from a time",
             Self::Date { order: DateOrder::DayFirst, .. } | Self::Stamp { .. } => ", from a date",
             Self::Date { order: DateOrder::MonthFirst, .. } => ", from a date, month first",
         }

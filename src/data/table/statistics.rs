@@ -27,8 +27,10 @@ const MAX_CATEGORY_BYTES: usize = 256;
 pub struct TableStatistics {
     /// Rows counted.
     pub rows: u64,
-    /// Unusable rows that were skipped.
+    /// Unusable rows that were skipped, and what is wrong with the first.
     pub skipped_rows: u64,
+    #[serde(default)]
+    pub first_skipped: Option<String>,
     pub columns: Vec<ColumnStatistics>,
 }
 
@@ -133,7 +135,7 @@ impl StatisticsPass<'_> {
                 ColumnStatistics::Category(CategoryCounts::default())
             }
         });
-        TableStatistics { rows: 0, skipped_rows: 0, columns: columns.collect() }
+        TableStatistics { columns: columns.collect(), ..TableStatistics::default() }
     }
 
     fn scan_partition(&self, reader: &dyn TableReader, part: usize) -> Result<TableStatistics, DataError> {
@@ -152,6 +154,7 @@ impl StatisticsPass<'_> {
                 Ok(cells) => cells,
                 Err(error) if self.settings.skip_bad && error.is_bad_record() => {
                     found.skipped_rows += 1;
+                    found.first_skipped.get_or_insert_with(|| error.to_string());
                     return Ok(());
                 }
                 Err(error) => return Err(error),
@@ -250,6 +253,7 @@ impl StatisticsPass<'_> {
     fn merge(&self, total: &mut TableStatistics, part: TableStatistics) -> Result<(), DataError> {
         total.rows += part.rows;
         total.skipped_rows += part.skipped_rows;
+        total.first_skipped = total.first_skipped.take().or(part.first_skipped);
         for (i, (all, part)) in total.columns.iter_mut().zip(part.columns).enumerate() {
             match (all, part) {
                 (ColumnStatistics::Number(all), ColumnStatistics::Number(part)) => all.merge(&part),

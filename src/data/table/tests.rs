@@ -245,7 +245,14 @@ fn missing_values_follow_the_stated_rule() {
     let skip = TableSettings { skip_bad: true, standardise: true, numeric, ..target(&["y"]) };
     let set = fixture.csv("x,y\n1,0.5\nNA,0.5\n3,0.5\n1,2,3\nx1,0.5\n", Dialect::default(), &skip);
     let set = set.unwrap();
-    assert_eq!(set.describe().last().unwrap().1, "3 bad training rows");
+    let skipped = set.describe().pop().unwrap().1;
+    assert!(skipped.starts_with("3 bad training rows; the first: `"), "{skipped}");
+    assert!(
+        skipped.ends_with(
+            "line 3, column `x`: `NA` is not a value: it is missing, and `on_missing` is \"error\""
+        ),
+        "{skipped}"
+    );
     assert_eq!(read(&set, 0).unwrap().0, [-1.0]);
     assert!((1..=4).filter(|i| read(&set, *i).is_err_and(|error| error.is_bad_record())).eq([1, 3, 4]));
 }
@@ -338,6 +345,12 @@ fn every_error_is_reported_with_its_location() {
             "column `x` has more than 10 distinct values",
         ),
         ("names", "x,x,y\n1,2,3\n".into(), target(&["y"]), "two columns are named `x`"),
+        (
+            "json",
+            "[{\"x\": 1, \"y\": 2},\n {\"x\": 3, \"y\": 4}]\n".into(),
+            target(&["y"]),
+            "it is JSON, not",
+        ),
         ("zeros", "x,y\n1\0,3\n".into(), target(&["y"]), "it contains NUL bytes"),
         ("near", "x,price\n1,3\n".into(), target(&["prices"]), "did you mean `price`?"),
     ];
