@@ -7,6 +7,7 @@
 # SAMPLES is the number of samples of an update, which should take a few seconds: 10000, and 40 for a build without
 # optimization.
 set -euo pipefail
+export LC_ALL=C.UTF-8 # Widths are counted in characters.
 
 program=$(realpath "${1:-target/release/trainer}")
 shift || true
@@ -38,12 +39,15 @@ END
 
 failed=0
 
-screen() { tmux capture-pane -p -J -t "$session" -S - | sed -e :a -e '/^\n*$/{$d;N;ba' -e '}'; }
-
-# screen, without -J: what is on a row each
+# What is on each row.
 rows() { tmux capture-pane -p -t "$session" -S -; }
 
+screen() { rows | sed -e :a -e '/^\n*$/{$d;N;ba' -e '}'; }
+
 last_row() { rows | grep -v '^$' | tail -1; }
+
+# The screen, with the lines that the terminal broke joined again.
+joined() { tmux capture-pane -p -J -t "$session" -S - | sed 's/ *$//'; }
 
 show() { echo; echo "--- $width columns: $1"; screen; }
 
@@ -58,9 +62,16 @@ wait_for() {
     exit 1
 }
 
-# At most one progress line is on the screen, and it is the last one.
+# At most so many progress lines are on the screen, and no line is wider than it, except what was typed and the
+# command to paste.
 check() {
-    local progress
+    local progress wide
+    while IFS= read -r wide; do
+        if [ "${#wide}" -gt "$width" ]; then
+            echo "FAILED: wider than $width columns: $wide" >&2
+            failed=1
+        fi
+    done < <(joined | grep -vE '^(\$|resume  ) ')
     progress=$(rows | grep -cE '^(epoch +[0-9]+/|step +[0-9,]+/|eval    step|saving|starting)' || true)
     if [ "$progress" -gt "$1" ]; then
         echo "FAILED: $progress progress lines at $width columns" >&2
@@ -78,6 +89,7 @@ for width in "${widths[@]}"; do
     wait_for 'process'
     sleep 0.5
     show 'the plan'
+    check 0
     type 'clear'
     type './trainer fit job.toml --device cpu --run-dir run'
     wait_for '[0-9]/[0-9,]+ samples'
@@ -90,6 +102,12 @@ for width in "${widths[@]}"; do
         before=$after
     done
     show "progress, which moved in $moves of 6 half seconds"
+    tmux resize-window -t "$session" -x $((width * 2 / 3))
+    sleep 0.5
+    show 'a narrower window'
+    check 1
+    tmux resize-window -t "$session" -x "$width"
+    sleep 0.5
     [ "$moves" -eq 6 ] || { echo "FAILED: progress stood still at $width columns" >&2; failed=1; }
     check 1
     wait_for '^eval    step'

@@ -9,8 +9,8 @@ use crate::base::units::{Bytes, counted, format_count};
 use crate::data::warnings;
 use crate::job::{Job, RunLength};
 use crate::layers::Layer;
-use crate::report::data;
 use crate::report::plan::parameter_counts;
+use crate::report::{data, text};
 use crate::train::Failure;
 use crate::train::setup::Setup;
 
@@ -58,12 +58,12 @@ impl CheckArgs {
                 "job": setup.job.to_json(),
             }))?;
         } else if !common.quiet {
-            print_line(summary(&setup.job))?;
-            for (name, value) in preview.lines() {
-                print_line(format_args!("    {name:<14} {value}"))?;
-            }
             let counts = parameter_counts(setup.num_parameters(), setup.num_trained());
-            print_line(format_args!("    {:<14} {}", "parameters", counts.replacen(" parameters", "", 1)))?;
+            let parameters = ("parameters".to_owned(), counts.replacen(" parameters", "", 1));
+            let rows: Vec<(String, String)> = preview.lines().into_iter().chain([parameters]).collect();
+            let width = console::Term::stdout().size_checked().map(|(_, columns)| columns.into());
+            print_line(text::wrap_to(&[summary(&setup.job)], width, 4).join("\n"))?;
+            print_line(aligned(&rows, width).join("\n"))?;
             if common.verbose {
                 print_line(format_args!("\n{}", layer_table(&layer_rows(&setup))))?;
                 print_line(format_args!("\n{}", setup.job.to_toml().trim_end()))?;
@@ -71,6 +71,23 @@ impl CheckArgs {
         }
         Ok(Exit::Done)
     }
+}
+
+/// Most columns of the names; the value of a longer one stands below it.
+const MAX_NAME: usize = 24;
+
+/// Names and values in two columns, broken to a width.
+fn aligned(rows: &[(String, String)], width: Option<usize>) -> Vec<String> {
+    let columns = |name: &str| console::measure_text_width(name);
+    let most = width.map_or(MAX_NAME, |width| MAX_NAME.min(width / 3));
+    let names = rows.iter().map(|(name, _)| columns(name)).filter(|n| *n <= most);
+    let column = names.max().unwrap_or(0).max(14);
+    let indent = 4 + column + 1;
+    let lines = rows.iter().flat_map(|(name, value)| match columns(name) > column {
+        true => vec![format!("    {name}"), format!("{:indent$}{value}", "")],
+        false => vec![format!("    {name}{:1$} {value}", "", column - columns(name))],
+    });
+    text::wrap_to(&lines.collect::<Vec<_>>(), width, indent)
 }
 
 /// A warning, if parameters are frozen as they are initialized at random.
@@ -160,4 +177,40 @@ fn summary(job: &Job) -> String {
         job.data.source.kind(),
         counted(job.train.samples_per_update() as u64, "sample"),
     )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_and_values_stay_in_their_columns_at_any_width() {
+        let row = |name: &str, value: &str| (name.to_owned(), value.to_owned());
+        let long = "a column with a name that is longer than any";
+        let rows = [
+            row("input", "[3] numbers"),
+            row("a long name of 20", "x, y"),
+            row(long, "number, standardized"),
+        ];
+        assert_eq!(
+            aligned(&rows, None),
+            [
+                "    input             [3] numbers",
+                "    a long name of 20 x, y",
+                &format!("    {long}"),
+                "                      number, standardized",
+            ]
+        );
+        for width in 40..100 {
+            let lines = aligned(
+                &[row("target", "2 classes: no, yes, and some more of them"), rows[0].clone()],
+                Some(width),
+            );
+            assert!(lines.iter().all(|line| line.len() <= width), "{width}: {lines:?}");
+            assert!(
+                lines[1..lines.len() - 1].iter().all(|line| line.starts_with(&" ".repeat(19))),
+                "{lines:?}"
+            );
+        }
+    }
 }

@@ -238,7 +238,7 @@ impl FitArgs {
         LastWords {
             starting: format!("{clear}stopped before the first update\n"),
             running: format!(
-                "{clear}stopped at once: the updates since the last checkpoint will be repeated\nresume   {resume}\n"
+                "{clear}stopped now; updates since the last checkpoint are repeated\nresume   {resume}\n"
             ),
         }
     }

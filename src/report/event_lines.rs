@@ -1,6 +1,5 @@
 //! The lines that people see for an event, without the progress line. Pure functions of the events so far.
 
-use super::progress::RunProgress;
 use super::summary;
 use super::text::{self, AnsiStyle};
 use super::{DisplayOptions, Verbosity, plan};
@@ -13,7 +12,6 @@ use crate::train::signals::Signal;
 /// What the lines of an event depend on besides the event.
 pub(super) struct RunView<'a> {
     pub display: DisplayOptions,
-    pub progress: &'a RunProgress,
     pub summary: &'a Summary,
     /// The command that resumes the run.
     pub resume: Option<&'a str>,
@@ -21,9 +19,9 @@ pub(super) struct RunView<'a> {
 
 /// One line about an event by itself.
 pub(super) fn explain(event: &Event) -> String {
-    let (progress, summary) = (RunProgress::default(), Summary::default());
+    let summary = Summary::default();
     let display = DisplayOptions { verbosity: Verbosity::Verbose, ..DisplayOptions::default() };
-    let lines = RunView { display, progress: &progress, summary: &summary, resume: None }.lines(event);
+    let lines = RunView { display, summary: &summary, resume: None }.lines(event);
     let words: Vec<&str> = lines.iter().flat_map(|line| line.split_whitespace()).collect();
     words.join(" ")
 }
@@ -45,10 +43,11 @@ impl RunView<'_> {
                 valid_samples,
                 test_samples,
                 total_steps,
+                steps_per_epoch,
                 seed,
                 ..
             } => {
-                let epochs = counted(self.progress.epoch(*total_steps), "epoch");
+                let epochs = text::epochs(*total_steps as f64 / (*steps_per_epoch).max(1) as f64);
                 let trained = trained_parameters.unwrap_or(*parameters);
                 let (parameters, steps) =
                     (plan::parameter_counts(*parameters, trained), counted(*total_steps, "step"));

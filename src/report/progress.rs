@@ -39,6 +39,8 @@ pub struct RunProgress {
     recent: VecDeque<StepSample>,
     evals: u64,
     eval_s: f64,
+    /// The run was asked to stop.
+    stopping: bool,
 }
 
 impl RunProgress {
@@ -119,8 +121,16 @@ impl RunProgress {
         Some(wait / self.recent.len() as f64 / self.step_s()?)
     }
 
+    /// The run stops after this update: what its other updates would take no longer matters.
+    pub fn stop(&mut self) {
+        self.stopping = true;
+    }
+
     /// Seconds to the end after update `step`: the remaining updates, plus evaluations at the rate so far.
     pub fn eta(&self, step: u64) -> Option<f64> {
+        if self.stopping {
+            return None;
+        }
         let left = self.total_steps.saturating_sub(step) as f64;
         let done = self.step().saturating_sub(self.start_step) as f64;
         let evals = if done > 0.0 { left * self.evals as f64 / done } else { 0.0 };

@@ -45,8 +45,8 @@ struct Screen<W> {
     summary: Summary,
     /// The command that resumes the run.
     resume: Option<String>,
-    /// The progress line is on the screen, with the cursor at its end.
-    has_progress_line: bool,
+    /// Columns of the progress line, if it is on the screen, with the cursor at its end.
+    drawn: Option<usize>,
     /// Step of the last plain progress line, and when it was shown.
     last_line: Option<(u64, f64)>,
     /// The answer to a signal was given.
@@ -63,7 +63,7 @@ impl<W: Write + Send> Terminal<W> {
             progress: RunProgress::default(),
             summary: history,
             resume: None,
-            has_progress_line: false,
+            drawn: None,
             last_line: None,
             answered: false,
         };
@@ -120,12 +120,13 @@ impl<W: Write> Screen<W> {
         }
         // A command to paste stays on one line.
         let is_command = |line: &String| self.resume.as_ref().is_some_and(|command| line.ends_with(command));
-        let wrap = |line: &String, width| match is_command(line) {
-            true => vec![line.clone()],
-            false => text::wrap(std::slice::from_ref(line), width),
+        let wrap = |block: &[String], width| match is_command(&block[0]) {
+            true => block.to_vec(),
+            false => text::wrap(block, width),
         };
+        let blocks = lines.chunk_by(|a, b| is_command(a) == is_command(b));
         let wrapped: Vec<String> = match self.display.interactive.then(terminal_width).flatten() {
-            Some(width) => lines.iter().flat_map(|line| wrap(line, width)).collect(),
+            Some(width) => blocks.flat_map(|block| wrap(block, width)).collect(),
             None => lines.to_vec(),
         };
         self.clear()?;
@@ -135,9 +136,9 @@ impl<W: Write> Screen<W> {
 
     /// Removes the progress line.
     fn clear(&mut self) -> io::Result<()> {
-        match std::mem::take(&mut self.has_progress_line) {
-            true => self.out.write_all(b"\r\x1b[K"),
-            false => Ok(()),
+        match self.drawn.take() {
+            Some(columns) => write!(self.out, "{}\x1b[K", line_start(columns, terminal_width())),
+            None => Ok(()),
         }
     }
 
@@ -149,8 +150,9 @@ impl<W: Write> Screen<W> {
         let now = activity.now();
         if let Some(signal) = signals.stop_requested().filter(|_| !self.answered) {
             self.answered = true;
+            self.progress.stop();
             // The terminal has echoed `^C`, if only on an empty line.
-            self.has_progress_line = self.display.interactive;
+            self.drawn = self.display.interactive.then(|| self.drawn.unwrap_or(0));
             let line = stop_line(signal, now.work, self.paint());
             self.print(&[line])?;
         }
@@ -163,8 +165,9 @@ impl<W: Write> Screen<W> {
 
     fn draw(&mut self, now: &ActivitySnapshot, width: Option<usize>) -> io::Result<()> {
         let line = self.progress.live_line(now, width, self.paint());
-        self.has_progress_line = true;
-        write!(self.out, "\r{line}\x1b[K")?;
+        let start = line_start(self.drawn.unwrap_or(0), terminal_width());
+        self.drawn = Some(console::measure_text_width(&line));
+        write!(self.out, "{start}{line}\x1b[K")?;
         self.out.flush()
     }
 
@@ -178,6 +181,15 @@ impl<W: Write> Screen<W> {
         }
         self.last_line = Some((step, t));
         Some(self.progress.line(self.paint()))
+    }
+}
+
+/// Moves the cursor from the end of a line of so many columns to its start. A terminal that has become narrower shows
+/// the line on several rows; those below the first are erased.
+fn line_start(columns: usize, width: Option<usize>) -> String {
+    match width.map_or(0, |width| columns.saturating_sub(1) / width.max(1)) {
+        0 => "\r".into(),
+        rows => format!("\r\x1b[{rows}A\x1b[J"),
     }
 }
 
@@ -209,12 +221,8 @@ impl<W: Write + Send> Sink for Terminal<W> {
         if screen.summary.has_ended() {
             screen.clear()?;
         }
-        let view = RunView {
-            display: screen.display,
-            progress: &screen.progress,
-            summary: &screen.summary,
-            resume: screen.resume.as_deref(),
-        };
+        let view =
+            RunView { display: screen.display, summary: &screen.summary, resume: screen.resume.as_deref() };
         lines.extend(view.lines(&record.event));
         screen.print(&lines)
     }
@@ -332,14 +340,25 @@ folder   runs/shapes/1
         let line = drawn(&terminal);
         assert!(line.starts_with('\r') && line.ends_with("\x1b[K") && !line.contains('\n'), "{line:?}");
         assert!(line.contains("step 2/6") && line.contains("40/100 samples 0.0 s"), "{line:?}");
+        assert!(line.contains("eta"), "{line:?}");
         signals.request(Signal::Interrupt);
         let answer =
             "\r\x1b[Kstop   finishing the update, then a checkpoint; press Ctrl-C again to leave now\n\r";
-        assert!(drawn(&terminal).starts_with(answer));
+        let line = drawn(&terminal);
+        assert!(line.starts_with(answer) && line.contains("step 2/6") && !line.contains("eta"), "{line:?}");
         assert!(!drawn(&terminal).contains("stop"));
         terminal.record(records.last().unwrap()).unwrap();
         assert_eq!(drawn(&terminal).matches("\r").count(), 1, "cleared, and not drawn again");
         terminal.finish().unwrap();
+    }
+
+    #[test]
+    fn a_line_that_a_narrower_window_broke_is_erased_with_all_its_rows() {
+        assert_eq!(line_start(97, Some(100)), "\r");
+        assert_eq!(line_start(60, Some(60)), "\r");
+        assert_eq!(line_start(97, Some(60)), "\r\x1b[1A\x1b[J");
+        assert_eq!(line_start(121, Some(60)), "\r\x1b[2A\x1b[J");
+        assert_eq!(line_start(97, None), "\r");
     }
 
     #[test]

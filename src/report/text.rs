@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 
-use crate::base::units::Bytes;
+use crate::base::units::{Bytes, counted};
 
 /// ANSI styling, or none.
 #[derive(Clone, Copy, Debug, Default)]
@@ -76,6 +76,19 @@ pub fn duration(seconds: f64) -> String {
     }
 }
 
+/// `3 epochs`, `1.25 epochs`.
+pub fn epochs(n: f64) -> String {
+    if n.fract() == 0.0 {
+        return counted(n as u64, "epoch");
+    }
+    // Rounded down: an epoch that is not complete does not count as one.
+    let hundredths = (n * 100.0 + 1e-6).floor() as u64;
+    match hundredths {
+        0 => "less than 0.01 epochs".into(),
+        _ => format!("{} epochs", hundredths as f64 / 100.0),
+    }
+}
+
 /// `part` of `whole` in percent: `12.5 %`.
 pub fn percent(part: f64, whole: f64) -> String {
     if whole > 0.0 { format!("{:.1} %", 100.0 * part / whole) } else { "-".into() }
@@ -105,23 +118,75 @@ pub fn table(align: &str, indent: usize, rows: &[Vec<String>]) -> Vec<String> {
     rows.iter().map(line).collect()
 }
 
-/// Breaks lines at spaces to fit a width; what follows is indented to the text after the label. Drops a bar at the
-/// end of a line that does not fit.
+/// Breaks lines at spaces to fit a width; what follows is indented to the text after the label. The bars of a table
+/// shrink together.
 pub fn wrap(lines: &[String], width: usize) -> Vec<String> {
-    lines.iter().flat_map(|line| wrap_line(line, width)).collect()
+    let lines = shrink_bars(lines, width);
+    lines
+        .iter()
+        .flat_map(|line| wrap_line(line, width, label_width(&console::strip_ansi_codes(line))))
+        .collect()
 }
 
-fn wrap_line(line: &str, width: usize) -> Vec<String> {
+/// As [`wrap`], with what follows indented by `indent`; without a width, the lines as they are.
+pub fn wrap_to(lines: &[String], width: Option<usize>, indent: usize) -> Vec<String> {
+    let Some(width) = width else { return lines.to_vec() };
+    shrink_bars(lines, width).iter().flat_map(|line| wrap_line(line, width, indent)).collect()
+}
+
+/// Bars shorter than this say nothing.
+const MIN_BAR_CELLS: usize = 4;
+
+/// Shortens the bars at the ends of lines by one factor per table, so that each fits the width; drops all bars of a
+/// table that has no space for them. Tables are separated by empty lines.
+fn shrink_bars(lines: &[String], width: usize) -> Vec<String> {
+    let mut out = Vec::with_capacity(lines.len());
+    for table in lines.split_inclusive(|line| line.is_empty()) {
+        let bars = || table.iter().filter_map(|line| split_bar(line));
+        let cells = bars().map(|(_, bar)| console::measure_text_width(bar)).max().unwrap_or(0);
+        let text = bars().map(|(text, _)| console::measure_text_width(text)).max().unwrap_or(0);
+        let space = width.saturating_sub(text);
+        out.extend(table.iter().map(|line| match split_bar(line) {
+            Some((text, _)) if cells > space && space < MIN_BAR_CELLS => text.trim_end().to_owned(),
+            Some((text, bar)) if cells > space => {
+                (text.to_owned() + &scale_bar(bar, space as f64 / cells as f64)).trim_end().to_owned()
+            }
+            _ => line.clone(),
+        }));
+    }
+    out
+}
+
+/// A line that ends in a bar: what stands before it, and the bar, which may be colored.
+fn split_bar(line: &str) -> Option<(&str, &str)> {
+    let (text, _) = line.trim_end().rsplit_once(' ')?;
+    let bar = &line.trim_end()[text.len() + 1..];
+    let cells = console::strip_ansi_codes(bar);
+    let is_bar = !cells.is_empty() && cells.chars().all(|c| ('\u{2580}'..='\u{259f}').contains(&c));
+    is_bar.then_some((&line[..text.len() + 1], bar))
+}
+
+/// A bar of [`bar`] or of `▇`, shortened to `factor` of its length, in its color.
+fn scale_bar(text: &str, factor: f64) -> String {
+    let cells = console::strip_ansi_codes(text).into_owned();
+    let scaled = match cells.starts_with('▇') {
+        true => "▇".repeat((cells.chars().count() as f64 * factor).ceil() as usize),
+        false => {
+            // From `█`, eight eighths, to `▏`, one.
+            let eighths: u32 = cells.chars().map(|c| 0x2590_u32.saturating_sub(u32::from(c))).sum();
+            let width = cells.chars().count();
+            bar(f64::from(eighths) * factor / (8 * width) as f64, width)
+        }
+    };
+    text.replace(&cells, &scaled)
+}
+
+fn wrap_line(line: &str, width: usize, indent: usize) -> Vec<String> {
     if console::measure_text_width(line) <= width {
         return vec![line.to_owned()];
     }
-    let is_bar =
-        |word: &str| console::strip_ansi_codes(word).chars().all(|c| ('\u{2580}'..='\u{259f}').contains(&c));
     let line = line.trim_end();
-    if let Some((rest, _)) = line.rsplit_once(' ').filter(|(_, last)| is_bar(last)) {
-        return wrap_line(rest.trim_end(), width);
-    }
-    let indent = label_width(&console::strip_ansi_codes(line)).min(width / 2);
+    let indent = indent.min(width / 2);
     // Between fields, which are two spaces apart, if that suffices; otherwise between words.
     let by_fields = break_at(line, "  ", width, indent);
     match by_fields.iter().all(|line| console::measure_text_width(line) <= width) {
@@ -182,6 +247,18 @@ mod tests {
             ["0.0 s", "10 s", "12 s", "3 min 05 s", "2 h 07 min", "3 d 04 h", "?"]
         );
         assert_eq!([percent(1.0, 8.0), percent(1.0, 0.0)], ["12.5 %", "-"]);
+        assert_eq!(
+            [1.0, 2.0, 1.25, 1.2, 0.29, 0.999, 0.001].map(epochs),
+            [
+                "1 epoch",
+                "2 epochs",
+                "1.25 epochs",
+                "1.2 epochs",
+                "0.29 epochs",
+                "0.99 epochs",
+                "less than 0.01 epochs"
+            ]
+        );
     }
 
     #[test]
@@ -202,6 +279,8 @@ mod tests {
             ["eval", "      step 4", "      loss", "      0.25"]
         );
         assert_eq!(wrapped("       weights  20 MiB  ████", 24), ["       weights  20 MiB"]);
+        let line = "    x    number, standardized".to_owned();
+        assert_eq!(wrap_to(&[line], Some(22), 9), ["    x    number,", "         standardized"]);
         assert_eq!(
             wrapped("\x1b[1mrun   \x1b[0m aaaa  bbbb  cccc", 16),
             ["\x1b[1mrun   \x1b[0m aaaa", "       bbbb", "       cccc"]
@@ -211,6 +290,33 @@ mod tests {
             let line = "stop   finishing the update, then a checkpoint; press Ctrl-C again to leave now";
             assert_eq!(words(&wrapped(line, width).join(" ")), words(line));
         }
+    }
+
+    /// The largest of a table has the longest bar at any width, and another table keeps its own scale.
+    #[test]
+    fn bars_shrink_together_or_go_together() {
+        let cyan = |text: &str| AnsiStyle { color: true }.cyan(text);
+        let lines = [
+            "  weights  10 %  █▌".to_owned(),
+            format!("  batch    90 %  {}", cyan("████████████")),
+            "  process   0 %".into(),
+            String::new(),
+            "  forward  ████".into(),
+        ];
+        let narrow = [
+            "  weights  10 %  ▊".to_owned(),
+            format!("  batch    90 %  {}", cyan("██████")),
+            "  process   0 %".into(),
+            String::new(),
+            "  forward  ████".into(),
+        ];
+        assert_eq!(wrap(&lines, 29), lines);
+        assert_eq!(wrap(&lines, 23), narrow);
+        assert_eq!(wrap(&lines, 20)[..2], ["  weights  10 %", "  batch    90 %"]);
+        assert_eq!(
+            wrap(&["up to 9  ▇▇▇▇▇▇▇▇".to_owned(), "up to 99  ▇".into()], 14),
+            ["up to 9  ▇▇▇▇", "up to 99  ▇"]
+        );
     }
 
     #[test]
