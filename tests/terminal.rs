@@ -101,6 +101,21 @@ fn a_part_the_rest_and_nothing_are_told_apart() {
     assert_eq!(summary(folder, "run")["state"], "finished");
 }
 
+/// A job shortened below what is trained cannot be resumed, and leaves the run as it is.
+#[test]
+fn a_shorter_job_is_refused_and_changes_nothing() {
+    let folder = job_folder(JOB);
+    let folder = folder.path();
+    fit(folder, &["--run-dir", "run", "-q"]).expect(0);
+    let files = ["job.toml", "summary.json", "events.jsonl"].map(|name| folder.join("run").join(name));
+    let read = || files.clone().map(|file| fs::read(file).unwrap());
+    let before = read();
+    let text = fit(folder, &["--resume", "run", "--set", "train.epochs=1"]).expect(2).stderr;
+    assert!(text.contains("the run is at step 8, and the job ends at step 4"), "{text}");
+    assert!(text.contains("raise `train.epochs`"), "{text}");
+    assert!(read() == before);
+}
+
 #[test]
 fn a_run_that_stopped_early_says_which_key_would_continue_it() {
     let folder = job_folder(JOB);
@@ -130,8 +145,8 @@ fn the_best_checkpoint_and_the_epoch_have_one_form() {
     }
     let metrics = fs::read_to_string(folder.path().join("run/metrics.jsonl")).unwrap();
     let last_row: Value = serde_json::from_str(metrics.lines().last().unwrap()).unwrap();
-    assert_eq!((&last_row["epoch"], &summary["epochs"]), (&2.into(), &2.into()));
-    assert_eq!(last(&all, "finished")["epochs"], 2);
+    assert_eq!((&last_row["epoch"], &summary["epochs"]), (&2.into(), &2.0.into()));
+    assert_eq!(last(&all, "finished")["epochs"], 2.0);
 }
 
 /// One update of many micro-batches, which takes far longer than the signal.

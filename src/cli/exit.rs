@@ -126,7 +126,10 @@ impl Exit {
             | Failure::NoCheckpoint(_)
             | Failure::UnsupportedModel { .. }
             | Failure::Locked { .. } => Exit::Usage,
-            Failure::JobChanged(_) | Failure::UnknownExperiment(_) | Failure::DataChanged(_) => Exit::Usage,
+            Failure::JobChanged(_)
+            | Failure::BeyondEnd { .. }
+            | Failure::UnknownExperiment(_)
+            | Failure::DataChanged(_) => Exit::Usage,
             Failure::Io { .. } | Failure::DiskTooSmall { .. } => Exit::Failure,
             Failure::Report(_) | Failure::Tensor(_) => Exit::Failure,
             Failure::NoWholeCheckpoint { .. }

@@ -378,8 +378,8 @@ pub enum Event {
         /// `null` if the run is complete.
         #[serde(default)]
         stopped: Option<String>,
-        /// The epoch of the last update, from 1: an epoch that has begun counts.
-        epochs: u64,
+        /// Epochs trained: 1.25 is one and a quarter.
+        epochs: f64,
         /// Samples trained on.
         samples: u64,
         /// Last value of every metric.

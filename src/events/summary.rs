@@ -44,8 +44,8 @@ pub struct Summary {
     pub parameters: u64,
     pub steps: u64,
     pub total_steps: u64,
-    /// The epoch of the last update, from 1: an epoch that has begun counts.
-    pub epochs: u64,
+    /// Epochs trained: 1.25 is one and a quarter.
+    pub epochs: f64,
     pub samples: u64,
     /// Last value of each metric: `train.loss`, `valid.loss`, ...
     #[serde(deserialize_with = "nullable::numbers")]
@@ -195,8 +195,9 @@ impl Summary {
             Event::Shrunk { .. } => self.shrunk += 1,
             Event::Grown { .. } => self.grown += 1,
             Event::Restarted { .. } => self.restarts += 1,
+            // A session that trains nothing is no resume.
+            Event::NothingLeft { .. } => self.resumes = self.resumes.saturating_sub(1),
             Event::Initialized { .. }
-            | Event::NothingLeft { .. }
             | Event::Pressure { .. }
             | Event::Corrected { .. }
             | Event::CudaGraphCaptured { .. }
@@ -301,8 +302,8 @@ impl Summary {
 }
 
 impl FoldState {
-    fn epochs(&self, step: u64) -> u64 {
-        step.div_ceil(self.steps_per_epoch.max(1))
+    fn epochs(&self, step: u64) -> f64 {
+        step as f64 / self.steps_per_epoch.max(1) as f64
     }
 
     /// Samples seen after `step` updates: all updates have one size, except the last of an epoch.
@@ -332,7 +333,7 @@ mod tests {
         let mut records = run[..13].to_vec();
         records.extend([fixtures::started(100.0), fixtures::planned(100.1), fixtures::resumed(100.2, 2)]);
         let at_resume = folded(&records);
-        assert_eq!((at_resume.steps, at_resume.epochs, at_resume.samples), (2, 1, 150));
+        assert_eq!((at_resume.steps, at_resume.epochs, at_resume.samples), (2, 1.0, 150));
         assert_eq!(at_resume.best.as_ref().map(|best| best.step), Some(2));
         records.push(fixtures::step(101.2, 3));
 
@@ -343,7 +344,7 @@ mod tests {
         let summary = Summary::from_events(&path).unwrap();
         assert_eq!(summary, folded(&records));
         assert_eq!((summary.state, summary.steps, summary.samples), (RunState::Unfinished, 3, 250));
-        assert_eq!((summary.epochs, summary.resumes), (2, 1));
+        assert_eq!((summary.epochs, summary.resumes), (2.0, 1));
         assert_eq!(summary.checkpoint.as_deref(), Some("c/2"));
         assert_eq!(summary.metrics["valid.loss"], 0.5);
         assert!((summary.elapsed_s - (6.2 + 1.2)).abs() < 1e-9, "{}", summary.elapsed_s);

@@ -204,6 +204,16 @@ pub enum RunLength {
     Steps(u64),
 }
 
+impl RunLength {
+    /// The key that states it.
+    pub fn key(self) -> &'static str {
+        match self {
+            RunLength::Epochs(_) => "train.epochs",
+            RunLength::Steps(_) => "train.steps",
+        }
+    }
+}
+
 /// Number format of activations and matmuls.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]

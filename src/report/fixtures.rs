@@ -138,7 +138,7 @@ pub fn finished(t: f64) -> EventRecord {
     let peak = |mib: u64| MemoryBytes { ram: mib << 20, vram: 0 };
     let event = Event::Finished {
         steps: 6,
-        epochs: 3,
+        epochs: 3.0,
         samples: 450,
         metrics: BTreeMap::from([
             ("train.loss".into(), 1.0 / 6.0),

@@ -13,7 +13,7 @@ impl RunRecord {
             false => format!("{} of {}", format_count(summary.steps), counted(summary.total_steps, "step")),
         };
         let time = text::duration(summary.elapsed_s);
-        let (epochs, samples) = (counted(summary.epochs, "epoch"), counted(summary.samples, "sample"));
+        let (epochs, samples) = (text::epochs(summary.epochs), counted(summary.samples, "sample"));
         let what = match self.state {
             RecordedState::Running => "is running: it made".to_owned(),
             RecordedState::Killed => "was killed, or its machine stopped, after".into(),

@@ -33,7 +33,7 @@ impl Summary {
             }
         };
         let (name, epochs, samples) =
-            (&self.name, counted(self.epochs, "epoch"), counted(self.samples, "sample"));
+            (&self.name, text::epochs(self.epochs), counted(self.samples, "sample"));
         row("run", format!("{name} {state}{steps}, {epochs}, {samples}"));
         let mut time = text::duration(self.elapsed_s);
         if self.elapsed_s > 0.0 && self.samples > 0 {
@@ -156,7 +156,7 @@ folder   runs/shapes/1"
         if let Some(Event::Finished { steps, stopped, samples, epochs, .. }) =
             records.last_mut().map(|record| &mut record.event)
         {
-            (*steps, *epochs, *samples) = (4, 2, 300);
+            (*steps, *epochs, *samples) = (4, 2.0, 300);
             *stopped = Some("--max-steps 4 of 6".into());
         }
         let summary = folded(&records);

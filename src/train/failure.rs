@@ -91,6 +91,9 @@ pub enum Failure {
     DataChanged(Vec<String>),
     #[error("{} of `{}` are free, and its checkpoints need {}", Bytes(*free), folder.display(), Bytes(*needed))]
     DiskTooSmall { folder: PathBuf, free: u64, needed: u64 },
+    /// A job that was shortened below what is trained.
+    #[error("the run is at step {step}, and the job ends at step {total}")]
+    BeyondEnd { step: u64, total: u64, key: &'static str },
     #[error("the job differs from that of the run to resume: {}", changes(.0))]
     JobChanged(Vec<JobChange>),
     #[error("no complete checkpoint is left in `{}`: {}", folder.display(), skipped.join("; "))]
@@ -171,6 +174,7 @@ impl Failure {
             Failure::FolderTaken(_) => {
                 Some("add `--resume` to resume it, or choose another `--run-dir`".into())
             }
+            Failure::BeyondEnd { key, .. } => Some(format!("raise `{key}`, or start a new run in another folder")),
             Failure::JobChanged(_) => Some("start a new run, or restore these keys".into()),
             Failure::Locked { pid: Some(pid), .. } => {
                 Some(format!("wait until it ends or stop it with `kill {pid}`, or choose another `--run-dir`"))

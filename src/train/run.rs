@@ -28,7 +28,7 @@ use super::setup::Setup;
 use crate::data::DataError;
 use crate::events::Reporter;
 use crate::events::event::Event;
-use crate::job::{Interval, Job, RunLength};
+use crate::job::{Interval, Job};
 use crate::layers::loss::MetricSums;
 use crate::memory::measure;
 use crate::optim::grad_scaler::GradScaler;
@@ -216,11 +216,7 @@ impl<'a> Run<'a> {
             (Some(stop), _) => (self.describe(stop), stop.key()),
             (None, Some(max)) if max < setup.total_steps => (format!("step {step} is done"), "--max-steps"),
             (None, _) => {
-                let key = match setup.job.train.length() {
-                    RunLength::Epochs(_) => "train.epochs",
-                    RunLength::Steps(_) => "train.steps",
-                };
-                (format!("step {step} of {} is done", setup.total_steps), key)
+                (format!("step {step} of {} is done", setup.total_steps), setup.job.train.length().key())
             }
         };
         self.ctx.record(Event::NothingLeft { step, reason, key: key.into() })

@@ -75,7 +75,7 @@ impl Run<'_> {
         let event = Event::Finished {
             steps: step,
             stopped,
-            epochs: position.epoch(&setup.order),
+            epochs: step as f64 / setup.order.updates_per_epoch() as f64,
             samples: position.samples,
             metrics: self.evaluation.metrics.clone(),
             best,

@@ -111,6 +111,10 @@ pub(super) fn newest_checkpoint(
         }
         let found = newest.found.as_ref().map(|(state, _)| state);
         check_same_experiment(folder, found, &setup.job, options)?;
+        if let Some(step) = found.map(|state| state.step).filter(|step| *step > setup.total_steps) {
+            let (total, key) = (setup.total_steps, setup.job.train.length().key());
+            return Err(Failure::BeyondEnd { step, total, key });
+        }
         newest.skipped.extend(damaged_event_lines(folder));
     } else if options.requested.resume.is_some() {
         newest.skipped.push(format!("{}: there is no run to resume", folder.root.display()));
