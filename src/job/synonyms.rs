@@ -31,7 +31,7 @@ const COMMANDS: &[(&str, &str)] = &[
 ];
 
 /// Names for `kind`, in tables that have one.
-const KIND: &str = "type name class class_name arch architecture format model_type optimizer_type";
+const KIND: &str = "type name class_name arch architecture format model_type optimizer_type";
 
 fn normalize(name: &str) -> String {
     name.to_lowercase().replace(['-', ' '], "_")

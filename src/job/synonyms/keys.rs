@@ -10,7 +10,7 @@ const FINAL_LR: &str = "the last learning rate divided by `optimizer.lr`";
 pub(super) const KEYS: &[(&str, &str, &str)] = &[
     ("seed", "", "seed random_state random_seed manual_seed data_seed"),
     ("optimizer.lr", "", "lr learning_rate base_lr max_lr peak_lr learning_rate_init"),
-    ("optimizer.weight_decay", "", "weight_decay wd decay"),
+    ("optimizer.weight_decay", "", "weight_decay wd"),
     ("optimizer.betas", BETAS, "beta1 beta2 beta_1 beta_2 adam_beta1 adam_beta2"),
     ("optimizer.eps", "", "epsilon adam_epsilon"),
     ("optimizer.kind", "", "optimizer_type optimizer_name solver"),
