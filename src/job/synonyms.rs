@@ -123,11 +123,11 @@ pub(super) fn synonym_choice(text: &str, choices: &[&str]) -> Option<String> {
         .find_map(|prefix| name.strip_prefix(prefix))
         .unwrap_or(&name);
     let of_valid = |metric: &str| choices.iter().find(|choice| choice.strip_prefix("valid.") == Some(metric));
-    let metric = of_valid(metric).or_else(|| {
+    let (metric, note) = of_valid(metric).map(|metric| (metric, "")).or_else(|| {
         let mut names = CHOICES.iter().filter(|(.., names)| listed(names, metric));
-        names.find_map(|(choice, ..)| of_valid(choice))
+        names.find_map(|(choice, note, _)| Some((of_valid(choice)?, *note)))
     })?;
-    Some(format!("here it is called \"{metric}\""))
+    Some(with_note(format!("here it is called \"{metric}\""), note))
 }
 
 /// The key of a job that a command-line flag `name`, without its dashes, is meant to set.
@@ -318,7 +318,7 @@ mod tests {
 
     #[test]
     fn metrics_of_other_tools_are_those_of_the_validation_set() {
-        let choices = ["valid.loss", "valid.accuracy", "valid.roc_auc"];
+        let choices = ["valid.loss", "valid.accuracy", "valid.roc_auc", "valid.rmse"];
         for (name, choice) in [
             ("val_loss", "valid.loss"),
             ("eval_loss", "valid.loss"),
@@ -326,6 +326,7 @@ mod tests {
             ("val_acc", "valid.accuracy"),
             ("accuracy", "valid.accuracy"),
             ("val/auroc", "valid.roc_auc"),
+            ("val_mse", "valid.rmse"),
         ] {
             let hint = synonym_choice(name, &choices).unwrap_or_default();
             assert!(hint.contains(&format!("\"{choice}\"")), "{name}: {hint}");

@@ -12,7 +12,8 @@ pub(super) const CHOICES: &[(&str, &str, &str)] = &[
     (
         "cross_entropy",
         "",
-        "categorical_crossentropy sparse_categorical_crossentropy categorical_cross_entropy crossentropy cross_entropy_loss crossentropyloss ce nll nll_loss",
+        "categorical_crossentropy sparse_categorical_crossentropy categorical_cross_entropy crossentropy \
+         cross_entropy_loss crossentropyloss ce nll nll_loss",
     ),
     (
         "bce",
@@ -35,11 +36,12 @@ pub(super) const CHOICES: &[(&str, &str, &str)] = &[
     ("average_precision", "", "ap pr_auc auprc average_precision_score"),
     ("log_loss", "", "logloss neg_log_loss cross_entropy"),
     ("calibration_error", "", "ece expected_calibration_error"),
-    ("rmse", "", "root_mean_squared_error mse mean_squared_error neg_root_mean_squared_error"),
+    ("rmse", "", "root_mean_squared_error neg_root_mean_squared_error"),
+    ("rmse", "its square root", "mse mean_squared_error neg_mean_squared_error"),
     ("mae", "", "neg_mean_absolute_error"),
     ("r2", "", "r2_score r_squared"),
     ("perplexity", "", "ppl"),
-    ("bits_per_byte", "", "bpb bpc bits_per_character"),
+    ("bits_per_byte", "", "bpb"),
     ("adamw8bit", "", "adamw_8bit adam8bit adam_8bit adamw_bnb_8bit paged_adamw_8bit"),
     ("adamw", "", "adamw_torch adamw_torch_fused adamw_hf paged_adamw_32bit adamw_fused"),
     ("adamw", "which is Adam with `weight_decay = 0`", "adam"),

@@ -77,7 +77,8 @@ pub(super) const KEYS: &[(&str, &str, &str)] = &[
     (
         "model.context",
         "",
-        "block_size seq_len sequence_len sequence_length context_length n_ctx n_positions cutoff_len max_length max_len max_seq_length max_seq_len max_position_embeddings",
+        "block_size seq_len sequence_len sequence_length context_length n_ctx n_positions cutoff_len \
+         max_length max_len max_seq_length max_seq_len max_position_embeddings",
     ),
     ("model.activation", "", "act hidden_act activation_function act_fn"),
     ("model.dropout", "", "dropout_rate drop_rate dropout_p hidden_dropout_prob resid_pdrop"),
@@ -88,13 +89,15 @@ pub(super) const KEYS: &[(&str, &str, &str)] = &[
     (
         "data.train",
         "",
-        "dataset datasets path file data_path data_file data_files data_dir dataset_path train_data train_file train_path train_dir train_dataset filename files root",
+        "dataset datasets path file data_path data_file data_files data_dir dataset_path train_data \
+         train_file train_path train_dir train_dataset filename files root",
     ),
     ("data.train_images", "", "dataset path file data_path data_dir train train_data root"),
     (
         "data.valid",
         "",
-        "validation val val_data validation_data valid_data val_path val_file val_dir validation_file eval_dataset eval_file dev",
+        "validation val val_data validation_data valid_data val_path val_file val_dir validation_file \
+         eval_dataset eval_file dev",
     ),
     ("data.valid_images", "", "validation val valid validation_data"),
     ("data.test", "", "test_data test_file test_path test_dir test_dataset"),
@@ -102,7 +105,8 @@ pub(super) const KEYS: &[(&str, &str, &str)] = &[
     (
         "data.valid_fraction",
         "",
-        "valid_split validation_split val_split val_set_size val_size val_fraction validation_fraction eval_size",
+        "valid_split validation_split val_split val_set_size val_size val_fraction validation_fraction \
+         eval_size",
     ),
     ("data.test_fraction", "", "test_split test_size"),
     ("data.split", STRATIFIED, "stratify"),
@@ -173,7 +177,8 @@ pub(super) const KEYS: &[(&str, &str, &str)] = &[
     (
         "checkpoint.every_steps",
         "",
-        "save_steps save_interval save_every save_freq checkpoint_interval every_n_train_steps checkpoint_every",
+        "save_steps save_interval save_every save_freq checkpoint_interval every_n_train_steps \
+         checkpoint_every",
     ),
     ("checkpoint.every_epochs", "", "save_epochs every_n_epochs"),
     ("checkpoint.keep", "", "save_top_k save_total_limit max_to_keep keep_last"),
@@ -225,7 +230,8 @@ pub(super) const NOT_STATED: &[(&str, &str)] = &[
     ),
     (
         "`--run-dir` on the command line chooses the folder of a run",
-        "output_dir out_dir save_dir log_dir logdir logging_dir default_root_dir run_dir run_name_dir checkpoint_dir",
+        "output_dir out_dir save_dir log_dir logdir logging_dir default_root_dir run_dir run_name_dir \
+         checkpoint_dir",
     ),
     (
         "`trainer fit --resume` resumes a run",
@@ -242,6 +248,7 @@ pub(super) const NOT_STATED: &[(&str, &str)] = &[
     ("`-q` and `-v` on the command line choose it", "verbose verbosity disable_tqdm progress_bar"),
     (
         "adapters are not supported; `train.freeze` trains only some of the parameters",
-        "adapter lora lora_r lora_alpha lora_dropout lora_target_modules use_lora peft load_in_4bit load_in_8bit",
+        "adapter lora lora_r lora_alpha lora_dropout lora_target_modules use_lora peft load_in_4bit \
+         load_in_8bit",
     ),
 ];
