@@ -6,6 +6,7 @@
 
 #[cfg(feature = "avif")]
 mod avif;
+mod bmp;
 mod class_names;
 mod decode;
 mod exif;

@@ -5,11 +5,10 @@ use std::io::{self, Cursor};
 
 use tiff::ColorType;
 use tiff::decoder::{Decoder as TiffDecoder, DecodingResult, Limits};
-use zune_bmp::{BmpDecoder, BmpDecoderErrors};
-use zune_core::bytestream::ZCursor;
 
 #[cfg(feature = "avif")]
 use super::avif;
+use super::bmp;
 use super::header::ReadAt;
 use super::pnm::PnmHeader;
 
@@ -61,7 +60,7 @@ impl MoreFormat {
                 let [width, height] = [[sides[0], sides[1]], [sides[2], sides[3]]].map(u16::from_le_bytes);
                 Ok(whole.then_some(([height.into(), width.into()], 4)))
             }
-            Self::Bmp => Ok(bmp_size(read_at)?.map(|size| (size, 4))),
+            Self::Bmp => Ok(bmp::size(read_at)?.map(|size| (size, 0))),
             // Up to four samples of two bytes, as decoded and in one strip.
             Self::Tiff => Ok(tiff_size(read_at)?.map(|size| (size, 16))),
             Self::Pnm => Ok(PnmHeader::read(read_at)?.map(|header| ([header.height, header.width], 0))),
@@ -75,18 +74,9 @@ impl MoreFormat {
         match self {
             Self::Gif => decode_gif(file, size, pixels),
             Self::Bmp => {
-                let mut decoder = BmpDecoder::new(ZCursor::new(file));
-                // This decoder has its messages in `Debug`, all but one.
-                let wrong = |error: BmpDecoderErrors| match error {
-                    BmpDecoderErrors::IoErrors(_) => damaged(self, &"it is cut short"),
-                    error => damaged(self, &format!("{error:?}").trim_end()),
-                };
-                decoder.decode_headers().map_err(wrong)?;
-                let bytes = decoder.output_buf_size().ok_or("its header has no size")?;
-                let channels = decoder.colorspace().ok_or("its header has no colour space")?.num_components();
-                clear_to(pixels, bytes);
-                decoder.decode_into(pixels).map_err(wrong)?;
-                Ok(channels)
+                clear_to(pixels, 3 * size[0] * size[1]);
+                bmp::decode(file, size, pixels)?;
+                Ok(3)
             }
             Self::Tiff => decode_tiff(file, size, pixels),
             Self::Pnm => {
@@ -110,21 +100,6 @@ fn clear_to(pixels: &mut Vec<u8>, bytes: usize) {
 fn damaged(format: MoreFormat, error: &dyn std::fmt::Display) -> String {
     let text: String = error.to_string().chars().take(300).collect();
     format!("it is a damaged {}: {text}", format.name())
-}
-
-fn bmp_size(read_at: ReadAt) -> io::Result<Option<[usize; 2]>> {
-    let mut head = [0; 26];
-    if !read_at(0, &mut head)? {
-        return Ok(None);
-    }
-    let long = |i: usize| i32::from_le_bytes([head[i], head[i + 1], head[i + 2], head[i + 3]]);
-    let short = |i: usize| u16::from_le_bytes([head[i], head[i + 1]]) as usize;
-    Ok(match long(14) {
-        12 => Some([short(20), short(18)]),
-        // Rows from the top to the bottom have a negative height.
-        40.. => Some([long(22).unsigned_abs() as usize, long(18).unsigned_abs() as usize]),
-        _ => None,
-    })
 }
 
 /// Width and length are in the first directory.
