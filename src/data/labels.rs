@@ -52,7 +52,7 @@ pub enum LabelLists {
 }
 
 /// Whether the distinct values of a column are lists of labels beyond doubt: every part of the values that contain a
-/// separator is a part of two values at least, as in `a|b`, `b|c`, `a`, `c`.
+/// separator is a part of two values at least, as in `a|b`, `b|c`, `a`, `c`, or in `a|b`, `a`, `b`.
 pub fn detect<'a>(values: impl Iterator<Item = &'a str> + Clone) -> Option<LabelLists> {
     let bracketed = |value: &str| value.starts_with('[') && value.ends_with(']');
     let filled = values.clone().filter(|value| !value.trim().is_empty());
@@ -68,16 +68,14 @@ pub fn detect<'a>(values: impl Iterator<Item = &'a str> + Clone) -> Option<Label
 fn repeats_parts<'a>(values: impl Iterator<Item = &'a str> + Clone, separator: &str) -> bool {
     let mut seen_in: BTreeMap<&str, u32> = BTreeMap::new();
     let mut of_lists: BTreeSet<&str> = BTreeSet::new();
-    let mut lists = 0;
     for value in values {
         let parts: BTreeSet<&str> = value.split(separator).map(str::trim).collect();
         parts.iter().for_each(|part| *seen_in.entry(part).or_default() += 1);
         if value.contains(separator) {
-            lists += 1;
             of_lists.extend(parts);
         }
     }
-    lists > 1 && of_lists.len() > 1 && of_lists.iter().all(|part| seen_in[part] > 1)
+    of_lists.len() > 1 && of_lists.iter().all(|part| seen_in[part] > 1)
 }
 
 #[cfg(test)]
@@ -104,12 +102,13 @@ mod tests {
     fn lists_are_recognized_only_beyond_doubt() {
         let found = |values: &[&'static str]| detect(values.iter().copied());
         assert_eq!(found(&["a|b", "b|c", "a", "c"]), Some(LabelLists::Separated("|")));
+        assert_eq!(found(&["red", "red|round", "round"]), Some(LabelLists::Separated("|")));
         assert_eq!(found(&["red; round", "red", "round; small", "small"]), Some(LabelLists::Separated(";")));
         assert_eq!(found(&["['a']", "['a', 'b']"]), Some(LabelLists::Bracketed));
         for values in [
             &["Paris, France", "Lyon, France", "Rome, Italy"][..],
             &["a|b", "c|d"],
-            &["a|b", "a", "b"],
+            &["a|b", "a", "c"],
             &["cat", "dog"],
             &["<=50K", ">50K"],
         ] {

@@ -1,5 +1,5 @@
-//! What in the data may make a run pointless without being an error: imbalance, classes without samples, identifiers
-//! among the inputs, samples in both sets.
+//! What in the data may make a run pointless without being an error: a single class, imbalance, classes without
+//! samples, identifiers among the inputs, samples in both sets.
 //!
 //! A dataset reports what it knows as lines of [`Dataset::describe`] named [`WARNING`]; comparing the two sets reads a
 //! bounded number of samples.
@@ -37,9 +37,12 @@ pub fn warnings(train: &dyn Dataset, valid: &dyn Dataset, seed: u64) -> Vec<Stri
     found
 }
 
-/// Classes without training samples, and imbalance.
+/// A single class, classes without training samples, and imbalance.
 pub fn class_warnings(names: &[String], counts: &[u64]) -> Vec<String> {
     let mut found = Vec::new();
+    if let [only] = names {
+        found.push(format!("`{only}` is the only class: there is nothing to learn"));
+    }
     let unseen: Vec<&String> =
         names.iter().zip(counts).filter(|(_, count)| **count == 0).map(|(name, _)| name).collect();
     if let Some(first) = unseen.first() {
@@ -147,5 +150,6 @@ mod tests {
         assert!(found[0].contains("class `b` has no training sample"), "{found:?}");
         assert!(found[1].contains("class `a` has 25 times as many training samples as `c`"), "{found:?}");
         assert!(class_warnings(&names, &[20, 1, 4]).is_empty());
+        assert_eq!(class_warnings(&names[..1], &[9]), ["`a` is the only class: there is nothing to learn"]);
     }
 }

@@ -27,7 +27,8 @@ use super::{BatchRow, DataError, Dataset, Features, InputSpec, LengthStats, Samp
 use crate::data::bad_records::BadRecordPolicy;
 use crate::data::cache::CacheKey;
 use crate::data::split::{self, KeyFile, SampleKeys, SplitMethod, SplitPlan, SplitSettings, TrainFiles};
-use crate::data::{DatasetContext, Datasets, TestSet, files};
+use crate::data::labels::{self, LabelLists};
+use crate::data::{DatasetContext, Datasets, TestSet, files, warnings};
 use crate::kernels::cross_entropy::IGNORE_INDEX;
 use lines::convert_lines;
 use record::{RecordContent, RecordReader};
@@ -286,6 +287,23 @@ fn class_names(found: &tokenized::TokenizedSummary) -> Vec<String> {
     names
 }
 
+/// Classes that look like several labels each.
+fn label_list_warning(names: &[String]) -> Option<String> {
+    let separator = match labels::detect(names.iter().map(String::as_str))? {
+        LabelLists::Separated(separator) => Some(separator),
+        LabelLists::Bracketed => None,
+    };
+    let (name, parts) = names
+        .iter()
+        .map(|name| (name, labels::split(name, separator)))
+        .max_by_key(|(_, parts)| parts.len())?;
+    let list = serde_json::Value::from(parts);
+    Some(format!(
+        "classes such as `{name}` look like several labels each: write a list, `{list}`, if a record has any number \
+         of them"
+    ))
+}
+
 fn describe(name: &str, records: &TokenizedRecords, vocab: usize) -> Vec<(String, String)> {
     let summary = &records.summary;
     let mut about = vec![
@@ -385,7 +403,11 @@ impl DocumentDataset {
             .map(|set| set.iter().map(|&class| ids[class as usize]).collect())
             .collect();
         let InputSpec::Tokens { vocab, .. } = features.input else { unreachable!("documents are tokens") };
-        Ok(Self { description: describe(name, &records, vocab), records, features, label_sets, decoder })
+        let mut description = describe(name, &records, vocab);
+        if let TargetSpec::Class { names } = &features.target {
+            description.extend(label_list_warning(names).map(|text| (warnings::WARNING.into(), text)));
+        }
+        Ok(Self { description, records, features, label_sets, decoder })
     }
 }
 

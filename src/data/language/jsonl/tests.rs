@@ -203,6 +203,22 @@ fn lists_are_labels() {
 }
 
 #[test]
+fn classes_that_look_like_lists_of_labels_are_named() {
+    let fixture = fixture();
+    let warned = |name: &str, labels: &[&str]| {
+        let lines = labels.iter().map(|label| format!("{}\n", serde_json::json!({ "text": "ab", "y": label })));
+        let train = fixture.write(name, lines.collect::<String>());
+        let labelled = JsonlSettings { label: Some("y".into()), ..settings(train, 16) };
+        let (set, valid) = fixture.open(&labelled).unwrap();
+        warnings::warnings(&*set, &*valid, 1).join("; ")
+    };
+    let found = warned("a", &["a|b", "a", "b|c", "c", "a", "b|c"]);
+    assert!(found.contains("several labels each: write a list, `[\"b\",\"c\"]`"), "{found}");
+    assert!(!warned("b", &["a", "b", "c", "a", "b", "c"]).contains("several labels"));
+    assert!(warned("c", &["a", "a", "a", "a"]).contains("`a` is the only class"));
+}
+
+#[test]
 fn classes_are_sorted_and_must_be_known() {
     let fixture = fixture();
     let line = |text: &str, label: &str| format!("{{\"text\": \"{text}\", \"y\": {label}}}\n");
