@@ -65,7 +65,7 @@ impl fmt::Display for CacheKey {
 }
 
 /// Format version of the entries; a bump invalidates all of them.
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
 
 /// Checksum of an entry, stored in a `.sum` file beside it.
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
@@ -276,7 +276,7 @@ mod tests {
             &|| fs::write(checksum_path(&path), b"{").unwrap(),
             &|| {
                 let text = fs::read_to_string(checksum_path(&path)).unwrap();
-                fs::write(checksum_path(&path), text.replace("\"version\":1", "\"version\":0")).unwrap();
+                fs::write(checksum_path(&path), text.replace("\"version\":2", "\"version\":0")).unwrap();
             },
         ];
         for damage in damages {

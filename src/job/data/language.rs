@@ -122,7 +122,8 @@ pub enum ChatFormat {
     Messages,
     /// A list of messages with `from` (human, gpt, system and so on) and `value`.
     Sharegpt,
-    /// The fields `instruction` and `output`, and optionally `input` and `system`.
+    /// The fields `instruction` and `output`, and optionally `input`, `system` and `history`, pairs of a request
+    /// and its answer.
     Alpaca,
     /// The fields `prompt` and `completion`, each a text or a list of messages.
     PromptCompletion,
@@ -132,7 +133,7 @@ pub enum ChatFormat {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum ChatLoss {
-    /// The tokens of the assistant's messages.
+    /// The tokens of the assistant's messages, except those with `"weight": 0` or `"train": false`.
     #[default]
     Answers,
     /// All tokens.

@@ -6,14 +6,14 @@
 use serde_json::Value;
 
 use super::record::{field, json_type, lookup, string};
-use super::template::ChatMessage;
+use super::template::{ChatMessage, REASONING_FIELDS};
 
 /// Where the messages of a record are.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ChatFormat {
     /// A list in this field, of messages with `role` and `content` or with `from` and `value`.
     Messages { field: String },
-    /// `instruction`, `output`, and optionally `input` and `system`.
+    /// `instruction`, `output`, and optionally `input`, `system` and `history`.
     Alpaca,
     /// `prompt` and `completion`: texts, or lists of messages.
     PromptCompletion,
@@ -40,7 +40,7 @@ pub fn messages(object: &Value, format: &ChatFormat) -> Result<Vec<ChatMessage>,
             let system = optional_text(object, "system")?.map(|text| ChatMessage::new("system", text));
             let turns = [("user", request), ("assistant", string(object, "output")?.to_owned())];
             let turns = turns.map(|(role, text)| ChatMessage::new(role, text));
-            Ok(system.into_iter().chain(turns).collect())
+            Ok(system.into_iter().chain(history(object)?).chain(turns).collect())
         }
         ChatFormat::PromptCompletion => {
             let mut all = Vec::new();
@@ -75,6 +75,41 @@ pub fn suggest(object: &Value) -> Option<&'static str> {
     }
 }
 
+/// Earlier turns of an Alpaca record: a list of pairs of a request and its answer.
+fn history(object: &Value) -> Result<Vec<ChatMessage>, String> {
+    let wrong = |found: &Value| {
+        format!("`history` must be a list of pairs of a request and an answer, not {}", json_type(found))
+    };
+    let pairs = match lookup(object, "history") {
+        None | Some(Value::Null) => return Ok(Vec::new()),
+        Some(Value::Array(pairs)) => pairs,
+        Some(other) => return Err(wrong(other)),
+    };
+    let mut turns = Vec::new();
+    for pair in pairs {
+        match pair.as_array().map(Vec::as_slice) {
+            Some([Value::String(request), Value::String(answer)]) => {
+                turns.push(ChatMessage::new("user", request.clone()));
+                turns.push(ChatMessage::new("assistant", answer.clone()));
+            }
+            _ => return Err(wrong(pair)),
+        }
+    }
+    Ok(turns)
+}
+
+/// Whether the loss may include a message: OpenAI excludes one with `"weight": 0`, axolotl with `"train": false`.
+fn is_learned(message: &Value) -> Result<bool, String> {
+    let is = |name: &str| match message.get(name) {
+        None | Some(Value::Null) => Ok(true),
+        Some(Value::Bool(flag)) => Ok(*flag),
+        Some(Value::Number(number)) if number.as_f64() == Some(0.0) => Ok(false),
+        Some(Value::Number(number)) if number.as_f64() == Some(1.0) => Ok(true),
+        Some(other) => Err(format!("`{name}` of a message must be 0 or 1, false or true, not {other}")),
+    };
+    Ok(is("weight")? && is("train")?)
+}
+
 /// A text that may be absent, null or empty.
 fn optional_text<'a>(object: &'a Value, name: &str) -> Result<Option<&'a str>, String> {
     match lookup(object, name) {
@@ -98,7 +133,8 @@ fn message(value: &Value) -> Result<ChatMessage, String> {
         return Err(format!("a message must be an object, not {}", json_type(value)));
     }
     if value.get("role").is_none() && value.get("from").is_some() {
-        return Ok(ChatMessage::new(role(string(value, "from")?)?, string(value, "value")?.to_owned()));
+        let message = ChatMessage::new(role(string(value, "from")?)?, string(value, "value")?.to_owned());
+        return Ok(ChatMessage { learned: is_learned(value)?, ..message });
     }
     let role = role(string(value, "role")?)?;
     let tool_calls =
@@ -120,9 +156,10 @@ fn message(value: &Value) -> Result<ChatMessage, String> {
     };
     let more = ["tool_calls", "function_call", "tool_call_id", "name"]
         .into_iter()
+        .chain(REASONING_FIELDS)
         .filter_map(|name| Some((name, value.get(name)?)).filter(|(_, value)| !value.is_null()))
         .map(|(name, value)| (name, value.clone()));
-    Ok(ChatMessage { role: role.to_owned(), content, more: more.collect() })
+    Ok(ChatMessage { role: role.to_owned(), content, more: more.collect(), learned: is_learned(value)? })
 }
 
 /// The text of a part of a content.
@@ -192,6 +229,30 @@ mod tests {
         let alpaca = r#"{"system": "Be brief.", "instruction": "Add", "input": "1, 2", "output": "3"}"#;
         let expected = of(&[("system", "Be brief."), ("user", "Add\n\n1, 2"), ("assistant", "3")]);
         assert_eq!(turns(alpaca, ChatFormat::Alpaca).unwrap(), expected);
+        let alpaca = r#"{"instruction": "Bye", "output": "Ciao", "history": [["Hi", "Yo"]]}"#;
+        let expected = of(&[("user", "Hi"), ("assistant", "Yo"), ("user", "Bye"), ("assistant", "Ciao")]);
+        assert_eq!(turns(alpaca, ChatFormat::Alpaca).unwrap(), expected);
+        let wrong = turns(&alpaca.replace("[[\"Hi\", \"Yo\"]]", "[\"Hi\"]"), ChatFormat::Alpaca).unwrap_err();
+        assert_eq!(wrong, "`history` must be a list of pairs of a request and an answer, not a string");
+    }
+
+    #[test]
+    fn messages_can_be_excluded_from_the_loss() {
+        for (fields, learned) in [
+            ("", Some(true)),
+            (", \"weight\": 1", Some(true)),
+            (", \"weight\": 0", Some(false)),
+            (", \"train\": true, \"weight\": null", Some(true)),
+            (", \"train\": false", Some(false)),
+            (", \"weight\": 0.5", None),
+        ] {
+            for text in [r#""role": "assistant", "content": "x""#, r#""from": "gpt", "value": "x""#] {
+                let line = format!("{{\"messages\": [{{{text}{fields}}}]}}");
+                let object: Value = serde_json::from_str(&line).unwrap();
+                let found = messages(&object, &ChatFormat::Messages { field: "messages".into() });
+                assert_eq!(found.ok().map(|messages| messages[0].learned), learned, "{line}");
+            }
+        }
     }
 
     #[test]

@@ -123,7 +123,7 @@ impl RecordReader<'_> {
                 };
                 (ids, loss_mask) = offsets.into_iter().map(|(id, at)| (id, in_answer(at))).unzip();
                 if !loss_mask.contains(&true) {
-                    return Err(bad("it has no message of the assistant".into()));
+                    return Err(bad("it has no message of the assistant to learn".into()));
                 }
             }
             (_, talk) if self.label.is_some() => {
@@ -200,6 +200,12 @@ impl RecordReader<'_> {
             }
             RecordContent::Chat { format, template, loss } => {
                 let messages = chat_formats::messages(object, format)?;
+                let excluded = messages.iter().any(|message| !message.learned);
+                if excluded && *loss == ChatLossScope::All && self.label.is_none() {
+                    let problem = "a message has a `weight` of 0 or `train` false, and `loss = \"all\"` learns every \
+                                   message: set `loss = \"answers\"`";
+                    return Err(TextError::Invalid(problem.into()));
+                }
                 template.render_chat(&messages, *loss == ChatLossScope::Assistant, limit)?
             }
         };
@@ -372,6 +378,14 @@ mod tests {
                 .loss_mask
                 .is_empty()
         );
+        let two = r#"{"messages": [{"role": "assistant", "content": "No", "weight": 0},
+            {"role": "assistant", "content": "Yes"}]}"#;
+        let document =
+            read(&chat(ChatLossScope::Assistant), None, 99, OverlongPolicy::Truncate, two).unwrap();
+        let learned = document.ids.iter().zip(&document.loss_mask).filter(|(_, l)| **l).map(|(id, _)| *id);
+        assert_eq!(decoded(&learned.collect::<Vec<_>>()), " Yes");
+        let error = read(&chat(ChatLossScope::All), None, 99, OverlongPolicy::Truncate, two).unwrap_err();
+        assert!(error.contains("set `loss = \"answers\"`"), "{error}");
         let error =
             read(&chat(ChatLossScope::Assistant), None, 10, OverlongPolicy::Truncate, line).unwrap_err();
         assert!(error.contains("its first answer is beyond the 10 tokens"), "{error}");

@@ -58,11 +58,13 @@ pub struct ChatMessage {
     pub content: Option<String>,
     /// Other fields that templates know: `tool_calls`, `name` and so on.
     pub more: Vec<(&'static str, serde_json::Value)>,
+    /// Whether the loss may include it; the dataset can exclude an answer.
+    pub learned: bool,
 }
 
 impl ChatMessage {
     pub fn new(role: &str, content: impl Into<String>) -> Self {
-        Self { role: role.into(), content: Some(content.into()), more: Vec::new() }
+        Self { role: role.into(), content: Some(content.into()), more: Vec::new(), learned: true }
     }
 
     /// Bytes of its texts.
@@ -71,20 +73,27 @@ impl ChatMessage {
         self.role.len() + self.content.as_ref().map_or(0, String::len) + more
     }
 
-    /// As the built-in templates take it: they know no developer and no tool calls, so that a call becomes text, as
-    /// Hermes and Qwen write it.
+    /// As the built-in templates take it: they know no developer, no reasoning and no tool calls, so that reasoning and
+    /// calls become text, as Hermes and Qwen write them.
     fn simplified(&self) -> Self {
         let role = if self.role == "developer" { "system" } else { self.role.as_str() };
         let mut content = self.content.clone().unwrap_or_default();
+        let reasoning = |(name, _): &&(&str, serde_json::Value)| REASONING_FIELDS.contains(name);
+        if let Some(text) = self.more.iter().find(reasoning).and_then(|(_, value)| value.as_str()) {
+            content = format!("<think>\n{}\n</think>\n\n{content}", text.trim_matches('\n'));
+        }
         for call in self.more.iter().flat_map(|(name, value)| tool_calls(name, value)) {
             if !content.is_empty() {
                 content.push('\n');
             }
             content += &format!("<tool_call>\n{call}\n</tool_call>");
         }
-        Self::new(role, content)
+        Self { learned: self.learned, ..Self::new(role, content) }
     }
 }
+
+/// Fields of a message that hold what a model thinks before it answers.
+pub const REASONING_FIELDS: [&str; 2] = ["reasoning_content", "thinking"];
 
 /// The calls in a field of a message: `{"name": ..., "arguments": ...}` each.
 fn tool_calls(name: &str, value: &serde_json::Value) -> Vec<serde_json::Value> {
@@ -207,7 +216,7 @@ impl ChatTemplate {
         })
     }
 
-    /// Renders the whole chat. An answer is the text that an assistant message adds to the rendering of the messages
+    /// Renders the whole chat. An answer, unless it is excluded from the loss, is the text that an assistant message adds to the rendering of the messages
     /// before it, which is rendered with the generation prompt. Each answer costs up to two more renderings. All of them
     /// take at most `limit` bytes at a time.
     pub fn render_chat(
@@ -227,7 +236,8 @@ impl ChatTemplate {
         let (mut steps_left, budget) = (MAX_STEPS, (limit / LIVE_RENDERINGS) as usize);
         let text = self.render(messages, false, budget, &mut steps_left)?;
         let mut answers: Vec<Range<usize>> = Vec::new();
-        for (i, _) in messages.iter().enumerate().filter(|(_, m)| with_answers && m.role == "assistant") {
+        let learned = |m: &ChatMessage| with_answers && m.learned && m.role == "assistant";
+        for (i, _) in messages.iter().enumerate().filter(|(_, m)| learned(m)) {
             let before = self.render(&messages[..i], true, budget, &mut steps_left)?;
             let after = match i + 1 == messages.len() {
                 true => text.clone(),
@@ -339,7 +349,11 @@ mod tests {
     #[test]
     fn tool_calls_are_text_for_a_built_in_template_and_values_for_others() {
         let calls = serde_json::json!([{"function": {"name": "add", "arguments": "{\"a\": 1}"}}]);
-        let call = ChatMessage { role: "assistant".into(), content: None, more: vec![("tool_calls", calls)] };
+        let call = ChatMessage {
+            content: None,
+            more: vec![("tool_calls", calls)],
+            ..ChatMessage::new("assistant", "")
+        };
         let messages = [ChatMessage::new("developer", "x"), ChatMessage::new("user", "y"), call];
         let rendered = |source: &str| {
             let template = ChatTemplate::new(source, "".into(), "".into()).unwrap();
@@ -352,6 +366,18 @@ mod tests {
         let own = "{% for m in messages %}{% if m.content is none %}{{ m.tool_calls[0].function.name }}\
                    {% else %}{{ m.role }} {% endif %}{% endfor %}";
         assert_eq!(rendered(own), "developer user add");
+    }
+
+    #[test]
+    fn reasoning_is_text_for_a_built_in_template() {
+        let more = vec![("reasoning_content", serde_json::json!("\n1 + 1\n"))];
+        let messages = [ChatMessage { more, ..ChatMessage::new("assistant", "2") }];
+        let rendered = |source: &str| {
+            let template = ChatTemplate::new(source, "".into(), "".into()).unwrap();
+            template.render_chat(&messages, true, u64::MAX).unwrap().text
+        };
+        assert_eq!(rendered(BUILTIN_TEMPLATES[4].1), "assistant: <think>\n1 + 1\n</think>\n\n2\n");
+        assert_eq!(rendered("{{ messages[0].reasoning_content | trim }}={{ messages[0].content }}"), "1 + 1=2");
     }
 
     /// What the record allows is an error of the record; what memory allows is not.
