@@ -236,6 +236,8 @@ fn the_range_test_suggests_a_rate_between_its_bounds() {
     assert!(rates.windows(2).all(|pair| (pair[1] / pair[0] / growth - 1.0).abs() < 1e-6));
     let test = folder.path().join(done["folder"].as_str().unwrap());
     assert!(fs::read_to_string(test.join("lr.txt")).unwrap().contains('*'));
+    let svg = fs::read_to_string(folder.path().join(done["svg"].as_str().unwrap())).unwrap();
+    assert!(svg.starts_with("<svg") && svg.contains(&format!("lr {rate:.1e}")), "{svg}");
     assert!(!test.join("run/checkpoints").exists());
     // The same test gives the same curve.
     let again =

@@ -1,12 +1,14 @@
 //! Everything people see of a run: terminal, TensorBoard, `report.html`, plans and summaries, as renderings of its events.
 //! Errors of the run itself are not rendered here; the caller that receives them reports them.
 
+mod axes;
 pub mod chart;
 pub mod data;
 mod event_lines;
 #[cfg(test)]
 pub(crate) mod fixtures;
 pub mod html;
+pub mod lr_curve;
 pub mod mlflow;
 pub mod plan;
 pub mod profile;

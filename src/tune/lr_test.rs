@@ -51,6 +51,10 @@ impl LrFolder {
         self.root.join("lr.txt")
     }
 
+    pub fn svg_file(&self) -> PathBuf {
+        self.root.join("lr.svg")
+    }
+
     fn job(&self) -> PathBuf {
         self.root.join("lr.toml")
     }

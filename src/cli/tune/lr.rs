@@ -77,16 +77,21 @@ pub fn run(path: &Path, bounds: LrBounds, updates: u64, common: &CommonArgs) -> 
     let text = lines.iter().map(|line| format!("{line}\n")).collect::<String>();
     std::fs::write(folder.chart_file(), text).map_err(Failure::io("write", folder.chart_file()))?;
     let suggestion = suggest(&curve.points);
+    let svg = report::lr_curve::svg(&curve.points, suggestion);
+    let svg = svg.and_then(|svg| svg.map(|svg| std::fs::write(folder.svg_file(), svg)).transpose());
+    let svg = svg.map_err(Failure::io("write", folder.svg_file()))?.map(|()| folder.svg_file());
     if common.json {
         let document = json!({
-            "folder": folder.root, "curve": folder.curve_file(), "updates": curve.points.len(),
+            "folder": folder.root, "curve": folder.curve_file(), "svg": svg, "updates": curve.points.len(),
             "diverged": curve.diverged, "suggestion": suggestion,
         });
         print_line(serde_json::to_string_pretty(&document)?)?;
     } else if !common.quiet {
         lines.iter().try_for_each(print_line)?;
         print_line("")?;
-        summary(&curve, suggestion, path, common, &folder).iter().try_for_each(print_line)?;
+        summary(&curve, suggestion, path, common).iter().try_for_each(print_line)?;
+        print_line(format!("curve    {}", folder.curve_file().display()))?;
+        svg.iter().try_for_each(|svg| print_line(format!("         {}", svg.display())))?;
     }
     match suggestion {
         Some(_) => Ok(Exit::Done),
@@ -107,13 +112,7 @@ fn chart(curve: &Curve) -> Vec<String> {
     report::chart::lines(&losses, (&ends.0, &ends.1), CHART_COLUMNS, CHART_ROWS)
 }
 
-fn summary(
-    curve: &Curve,
-    suggestion: Option<Suggestion>,
-    path: &Path,
-    common: &CommonArgs,
-    folder: &LrFolder,
-) -> Vec<String> {
+fn summary(curve: &Curve, suggestion: Option<Suggestion>, path: &Path, common: &CommonArgs) -> Vec<String> {
     let last = curve.points.last().map_or(0.0, |point| point.lr);
     let mut lines = vec![match curve.diverged {
         true => format!("lr       the loss diverges at {last:.2e}, after {} updates", curve.points.len()),
@@ -132,7 +131,6 @@ fn summary(
             ["fit".to_owned(), path.display().to_string()].into_iter().chain(sets).chain(rate).collect();
         lines.push(format!("train    {}", command_line(&words)));
     }
-    lines.push(format!("curve    {}", folder.curve_file().display()));
     lines
 }
 

@@ -1,83 +1,11 @@
 //! One chart: an SVG that reads without a script, and its points as JSON for hovering, zooming and other axes.
 
-use plotters::coord::Shift;
 use plotters::prelude::*;
-use plotters::style::text_anchor::{HPos, Pos, VPos};
 use serde_json::json;
 
 use super::escape;
 use crate::history::Point;
-use crate::report::text;
-
-/// Size in pixels. Pages show it at about half of that, so that whole pixels are fine enough.
-const SIZE: (u32, u32) = (960, 520);
-/// Room for the labels of the axes, and of the curves at the right.
-const LEFT: i32 = 145;
-const BOTTOM: i32 = 50;
-const RIGHT: i32 = 170;
-const TOP: i32 = 14;
-/// Height of a line of text.
-const LINE: i32 = 28;
-
-/// What a value is, which decides how it is written.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Unit {
-    Number,
-    Percent,
-    Bytes,
-    PerSecond,
-}
-
-impl Unit {
-    fn name(self) -> &'static str {
-        match self {
-            Self::Number => "number",
-            Self::Percent => "percent",
-            Self::Bytes => "bytes",
-            Self::PerSecond => "rate",
-        }
-    }
-
-    /// The unit that values up to `highest` are divided by to have round labels.
-    fn scale(self, highest: f64) -> f64 {
-        match self {
-            Self::Bytes => 1024f64.powf((highest.max(1.0).log2() / 10.0).floor()),
-            _ => 1.0,
-        }
-    }
-
-    pub fn format(self, value: f64) -> String {
-        match self {
-            Self::Number => short_number(value),
-            Self::Percent => format!("{value:.1} %"),
-            Self::Bytes => text::bytes(value.max(0.0) as u64),
-            Self::PerSecond => short_number(value),
-        }
-    }
-}
-
-/// Three significant digits.
-fn short_number(value: f64) -> String {
-    match value.abs() {
-        0.0 => "0".into(),
-        a if (1e-3..1e4).contains(&a) => {
-            let digits = (2 - a.log10().floor() as i32).clamp(0, 5) as usize;
-            let text = format!("{value:.digits$}");
-            match text.contains('.') {
-                true => text.trim_end_matches('0').trim_end_matches('.').to_owned(),
-                false => text,
-            }
-        }
-        a if (1e4..1e15).contains(&a) => {
-            let (unit, name) = [(1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")]
-                .into_iter()
-                .find(|(unit, _)| a >= *unit)
-                .unwrap_or((1.0, ""));
-            format!("{}{name}", (value / unit * 10.0).round() / 10.0)
-        }
-        _ => format!("{value:.1e}"),
-    }
-}
+use crate::report::axes::{self, DrawError, LINE, SIZE, Unit};
 
 /// How a curve looks, with or without colour.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -134,27 +62,11 @@ impl Chart {
     pub fn html(&self) -> Result<String, std::io::Error> {
         let ((x0, x1), (y0, y1)) = self.ranges();
         let mut svg = String::new();
-        let draw = |svg: &mut String| -> Result<(), DrawingAreaErrorKind<std::io::Error>> {
+        let draw = |svg: &mut String| -> Result<(), DrawError> {
             let area = SVGBackend::with_string(svg, SIZE).into_drawing_area();
-            // Round labels of bytes are multiples of a binary unit.
+            let mut chart = axes::draw(&area, x0..x1, y0..y1, self.unit, &axes::short_number)?;
             let unit = self.unit.scale(y1);
-            let mut chart = ChartBuilder::on(&area)
-                .margin_top(TOP)
-                .margin_right(RIGHT)
-                .x_label_area_size(BOTTOM)
-                .y_label_area_size(LEFT)
-                .build_cartesian_2d(x0..x1, y0 / unit..y1 / unit)?;
-            chart
-                .configure_mesh()
-                .disable_x_mesh()
-                .light_line_style(TRANSPARENT)
-                .x_labels(5)
-                .y_labels(5)
-                .label_style(("sans-serif", LINE))
-                .x_label_formatter(&|x| short_number(*x))
-                .y_label_formatter(&|y| self.unit.format(*y * unit))
-                .draw()?;
-            self.draw_labels(&area, (y0, y1))?;
+            axes::label_curves(&area, &self.labels(y0), (y0, y1))?;
             for series in &self.series {
                 let points = series.points.iter().map(|point| (point.step as f64, point.value / unit));
                 chart.draw_series(LineSeries::new(points, BLACK.stroke_width(3)))?;
@@ -188,28 +100,10 @@ impl Chart {
         ((x0, if x1 > x0 { x1 } else { x0 + 1.0 }), (y0, y1 + margin))
     }
 
-    /// The rectangle of the curves: left, top, right, bottom.
-    fn rect() -> [i32; 4] {
-        [LEFT, TOP, SIZE.0 as i32 - RIGHT, SIZE.1 as i32 - BOTTOM]
-    }
-
-    /// The label of each curve beside its last point, moved down where it would cover another.
-    fn draw_labels(
-        &self,
-        area: &DrawingArea<SVGBackend, Shift>,
-        (y0, y1): (f64, f64),
-    ) -> Result<(), DrawingAreaErrorKind<std::io::Error>> {
-        let [_, top, right, bottom] = Self::rect();
-        let place = |series: &Series| {
-            let value = series.points.last().map_or(y0, |point| point.value);
-            top + ((y1 - value) / (y1 - y0) * f64::from(bottom - top)) as i32
-        };
-        let wanted: Vec<i32> = self.series.iter().map(place).collect();
-        let style = ("sans-serif", LINE).into_text_style(area).pos(Pos::new(HPos::Left, VPos::Center));
-        for (series, y) in self.series.iter().zip(spread(&wanted, LINE, top, bottom)) {
-            area.draw(&Text::new(series.label.clone(), (right + 10, y), style.clone()))?;
-        }
-        Ok(())
+    /// The label of each curve, and its last value.
+    fn labels(&self, lowest: f64) -> Vec<(&str, f64)> {
+        let last = |series: &Series| series.points.last().map_or(lowest, |point| point.value);
+        self.series.iter().map(|series| (series.label.as_str(), last(series))).collect()
     }
 
     /// Names the elements for the stylesheet and the script, and adds the marks.
@@ -246,7 +140,7 @@ impl Chart {
 
     fn marks_svg(&self) -> String {
         let ((x0, x1), _) = self.ranges();
-        let [left, top, right, bottom] = Self::rect();
+        let [left, top, right, bottom] = axes::rect();
         let mark = |mark: &Mark| {
             let fraction = ((mark.at.step as f64 - x0) / (x1 - x0)).clamp(0.0, 1.0);
             let x = f64::from(left) + fraction * f64::from(right - left);
@@ -287,7 +181,7 @@ impl Chart {
         json!({
             "unit": self.unit.name(),
             "zero": self.from_zero,
-            "rect": Self::rect(),
+            "rect": axes::rect(),
             "x": [x.0, x.1],
             "y": [y.0, y.1],
             "series": self.series.iter().map(series).collect::<Vec<_>>(),
@@ -302,24 +196,6 @@ fn number(value: f64) -> serde_json::Value {
         true => json!(value as i64),
         false => json!(value),
     }
-}
-
-/// Moves positions apart by at least `gap`, in their order, between `low` and `high`.
-fn spread(wanted: &[i32], gap: i32, low: i32, high: i32) -> Vec<i32> {
-    let mut order: Vec<usize> = (0..wanted.len()).collect();
-    order.sort_by_key(|at| (wanted[*at], *at));
-    let mut placed = vec![0; wanted.len()];
-    let mut next = low;
-    for at in &order {
-        placed[*at] = wanted[*at].max(next);
-        next = placed[*at] + gap;
-    }
-    let mut limit = high;
-    for at in order.iter().rev() {
-        placed[*at] = placed[*at].min(limit);
-        limit = placed[*at] - gap;
-    }
-    placed
 }
 
 #[cfg(test)]
@@ -356,18 +232,5 @@ mod tests {
         assert_eq!(data["series"][0]["value"], json!([0.1 + 0.2, 0.5, 4]));
         assert_eq!(data["series"][0]["step"], json!([1, 2, 9]));
         assert_eq!(data["x"], json!([1.0, 9.0]));
-    }
-
-    #[test]
-    fn labels_keep_their_distance_and_stay_inside() {
-        assert_eq!(spread(&[50, 10, 52], 20, 0, 100), [50, 10, 70]);
-        assert_eq!(spread(&[95, 96, 97], 20, 0, 100), [60, 80, 100]);
-        assert!(spread(&[], 20, 0, 100).is_empty());
-    }
-
-    #[test]
-    fn axis_labels_are_short() {
-        let shown = [0.0, 0.25, 1234.0, 12_000.0, 3_450_000.0, 3e-5, -2.5].map(short_number);
-        assert_eq!(shown, ["0", "0.25", "1234", "12k", "3.5M", "3.0e-5", "-2.5"]);
     }
 }

@@ -2,11 +2,12 @@
 
 use std::collections::BTreeSet;
 
-use super::chart::{Chart, Mark, Series, Style, Unit};
+use super::chart::{Chart, Mark, Series, Style};
 use crate::base::units::format_count;
 use crate::events::event::{Event, MemoryBytes};
 use crate::history::run_history::quantity;
 use crate::history::{Moment, PlannedPeak, Point, RunHistory};
+use crate::report::axes::Unit;
 use crate::report::{event_lines, text};
 
 /// A budget above this multiple of everything else would flatten the curves; it is said instead of drawn.
