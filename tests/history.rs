@@ -165,6 +165,9 @@ fn folders_that_are_no_runs_are_named() {
     assert!(failed(&["compare", "empty"]).contains("2 values required"), "{}", failed(&["compare", "empty"]));
     assert!(failed(&["runs"]).starts_with("error: `runs` does not exist\n  hint: "));
     assert!(failed(&["runs", "empty"]).starts_with("error: there are no runs in `empty`\n  hint: "));
+    assert!(
+        failed(&["runs", "job.toml"]).starts_with("error: `job.toml` is not the folder of a run\n  hint: ")
+    );
     fs::create_dir_all(folder.path().join("begun/checkpoints")).unwrap();
     fs::write(folder.path().join("begun/job.toml"), JOB).unwrap();
     assert!(failed(&["report", "begun"]).starts_with("error: the run `begun` has no events yet\n  hint: "));
@@ -191,6 +194,12 @@ fn damaged_lines_and_newer_events_are_skipped_and_said() {
     let page = fs::read_to_string(folder.path().join("report.html")).unwrap();
     assert!(page.contains("1 event of a newer version skipped: `teleported`"));
     assert_eq!(values(&charts(&page)[0].1["series"][0]), losses(&events_so_far(&run)));
+    fs::write(folder.path().join("runs/b/job.toml"), "model = [").unwrap();
+    let compared = trainer(folder.path(), &["compare", "runs/a", "runs/b"]).expect(0).stderr;
+    assert!(
+        compared.contains("warning: runs/b: `job.toml` is missing or damaged: its keys are unknown\n"),
+        "{compared}"
+    );
     let unknown = trainer(folder.path(), &["runs", "--sort", "valid.f1"]).expect(2);
     assert!(unknown.stderr.starts_with("error: no run has the metric `valid.f1`\n  hint: metrics: train."));
 }

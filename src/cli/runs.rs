@@ -52,5 +52,5 @@ pub fn color(common: &CommonArgs) -> bool {
 
 /// Says on stderr which lines of the runs could not be used.
 pub fn warn_of_skipped(found: &[RunRecord]) {
-    runs::skipped_lines(found).iter().for_each(|line| eprintln!("{line}"));
+    runs::warnings(found).iter().for_each(|line| eprintln!("{line}"));
 }

@@ -109,6 +109,13 @@ impl RunRecord {
         };
     }
 
+    /// What could not be read, for people.
+    pub fn warnings(&self) -> Vec<String> {
+        let job =
+            self.job.is_empty().then(|| "`job.toml` is missing or damaged: its keys are unknown".to_owned());
+        self.skipped.describe().into_iter().chain(job).collect()
+    }
+
     /// Reads the run in a folder.
     pub fn read(root: &Path) -> Result<Self, HistoryError> {
         let folder = check_run(root)?;
@@ -147,6 +154,9 @@ pub fn find_runs(root: &Path) -> Result<Vec<RunRecord>, HistoryError> {
     let mut found = Vec::new();
     if !root.exists() {
         return Err(HistoryError::Missing(root.into()));
+    }
+    if !root.is_dir() {
+        return Err(HistoryError::NotARun(root.into()));
     }
     fs::read_dir(root).map_err(|source| HistoryError::Read { path: root.into(), source })?;
     walk(root, 0, &mut found);
@@ -239,6 +249,7 @@ mod tests {
         assert!(matches!(find_runs(home.path()), Err(HistoryError::NoRuns(_))));
         fs::write(home.path().join("job.toml"), "").unwrap();
         assert!(matches!(read(home.path()), HistoryError::NotARun(_)));
+        assert!(matches!(find_runs(&home.path().join("job.toml")), Err(HistoryError::NotARun(_))));
         fs::create_dir(home.path().join("checkpoints")).unwrap();
         assert_eq!(read_steps(home.path()), 0, "a run before its first event");
     }

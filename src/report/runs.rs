@@ -244,12 +244,13 @@ pub fn comparison_json(runs: &[RunRecord]) -> Value {
     })
 }
 
-/// What was skipped while the runs were read.
-pub fn skipped_lines(runs: &[RunRecord]) -> Vec<String> {
-    let warning = |run: &RunRecord| {
-        run.skipped.describe().map(|what| format!("warning: {}: {what}", run.folder.root.display()))
+/// What could not be read of the runs.
+pub fn warnings(runs: &[RunRecord]) -> Vec<String> {
+    let of_run = |run: &RunRecord| -> Vec<String> {
+        let warning = |what: String| format!("warning: {}: {what}", run.folder.root.display());
+        run.warnings().into_iter().map(warning).collect()
     };
-    runs.iter().filter_map(warning).collect()
+    runs.iter().flat_map(of_run).collect()
 }
 
 /// `3 runs: 2 finished, 1 killed`.
