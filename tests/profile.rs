@@ -28,6 +28,23 @@ fn the_parts_add_up_and_the_trace_is_nested() {
         let nodes: f64 = list("nodes").iter().map(|node| node[pass].as_f64().unwrap()).sum();
         assert!((nodes - part(name)).abs() < 1e-6 * update_s, "{name}: {nodes}");
     }
+    // The kernels of a node, or of a part, never take longer than it.
+    let kernels = |node: Option<u64>, part: &str| -> f64 {
+        let is_within = |kernel: &&Value| kernel["node"].as_u64() == node && kernel["part"] == part;
+        list("kernels").iter().filter(is_within).map(seconds).sum()
+    };
+    for (at, node) in list("nodes").iter().enumerate() {
+        for (pass, name) in [("forward_s", "forward"), ("backward_s", "backward")] {
+            let (inside, whole) = (kernels(Some(at as u64), name), node[pass].as_f64().unwrap());
+            assert!(inside <= whole * (1.0 + 1e-9), "{node}: {inside} of {whole}");
+        }
+    }
+    let matmul: f64 = list("kernels").iter().filter(|k| k["kernel"] == "matmul").map(seconds).sum();
+    assert!(matmul > 0.0 && kernels(None, "optimizer") > 0.0, "{}", profile["kernels"]);
+    assert!(
+        kernels(None, "optimizer") <= part("optimizer")
+            && kernels(None, "gradient norm") <= part("gradient norm")
+    );
     assert!(list("nodes").len() >= 3 && list("nodes").iter().all(|node| node["planned_bytes"].is_u64()));
 
     let trace: Value = serde_json::from_slice(&fs::read(at.join("out/trace.json")).unwrap()).unwrap();
@@ -38,17 +55,27 @@ fn the_parts_add_up_and_the_trace_is_nested() {
     };
     let passes: Vec<_> = events.iter().filter(|event| event["name"] == "micro-batch").map(span).collect();
     assert_eq!(passes.len(), 3 * 2);
+    let nodes: Vec<_> = events
+        .iter()
+        .filter(|event| ["forward", "backward"].iter().any(|pass| event["cat"] == *pass))
+        .map(span)
+        .collect();
+    let matmuls: Vec<_> = events.iter().filter(|event| event["name"] == "matmul").map(span).collect();
+    let is_nested =
+        |(start, end): &(f64, f64)| nodes.iter().any(|(from, to)| *from - 1.0 <= *start && *end <= *to + 1.0);
+    assert!(!matmuls.is_empty() && matmuls.iter().all(is_nested), "kernels are within their layer");
     for event in events {
         assert!(event["ph"] == "X" && event["pid"].is_u64() && event["tid"].is_u64(), "{event}");
         let (start, end) = span(event);
         assert!(start >= 0.0 && end >= start, "{event}");
-        if event["cat"] != "update" {
+        if event["cat"] != "update" && event["cat"] != "kernel" {
             // A microsecond for rounding.
             let inside = |(from, to): &(f64, f64)| *from - 1.0 <= start && end <= *to + 1.0;
             assert!(passes.iter().any(inside), "{event}");
         }
     }
-    assert!(fs::read_to_string(at.join("out/flamegraph.svg")).unwrap().contains("</svg>"));
+    let flames = fs::read_to_string(at.join("out/flamegraph.svg")).unwrap();
+    assert!(flames.contains("</svg>") && flames.contains("matmul"), "{flames}");
 }
 
 #[test]

@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Result, Tensor, bail};
 
-use super::{Elem, Real, cpu, reference};
+use super::{Elem, Real, cpu, kernel_timer, reference};
 use crate::{vectorised, with_elem};
 
 /// `y[b] = [x[b, ..num_numeric], tables[0][x[b, num_numeric]], tables[1][x[b, num_numeric + 1]], ...]`. `x` is f32
@@ -57,6 +57,7 @@ impl CategoricalEmbeddingKernel<'_> {
 
     /// The output is (batch, num_numeric + sum of widths).
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        let _scope = kernel_timer::enter(module_path!());
         if !reference::has_cpu_kernel(x) {
             return self.reference(x);
         }
@@ -103,6 +104,7 @@ impl CategoricalEmbeddingKernel<'_> {
 
     /// Accumulates the gradients of the tables into `grads`, which has `None` for a frozen table.
     pub fn backward(&self, x: &Tensor, dy: &Tensor, grads: &[Option<&Tensor>]) -> Result<()> {
+        let _scope = kernel_timer::enter(module_path!());
         if reference::has_cpu_kernel(x) {
             return with_elem!(dy.dtype(), T => self.backward_cpu::<T>(x, dy, grads));
         }

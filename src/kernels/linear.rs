@@ -110,14 +110,18 @@ impl LinearKernel<'_> {
         residual: &Tensor,
         act: Activation,
     ) -> Result<(Tensor, Option<Tensor>)> {
-        if [self.act, act] == [Activation::Identity; 2] {
-            on_cuda!(x, |device| self.forward_cuda(device, x, Some(residual)));
+        let unfused = || -> Result<(Tensor, Option<Tensor>)> {
+            let (y, pre) = self.forward(x)?;
+            Ok((super::add::inplace(&y, residual, act)?, pre))
+        };
+        if [self.act, act] != [Activation::Identity; 2] {
+            return unfused();
         }
-        if reference::has_cpu_kernel(x) && [self.act, act] == [Activation::Identity; 2] {
+        on_cuda!(x, |device| self.forward_cuda(device, x, Some(residual)));
+        if reference::has_cpu_kernel(x) {
             return with_elem!(x.dtype(), T => self.forward_cpu::<T>(x, Some(residual)));
         }
-        let (y, pre) = self.forward(x)?;
-        Ok((super::add::inplace(&y, residual, act)?, pre))
+        unfused()
     }
 
     /// Adds `residual` to the output if it is given.

@@ -21,6 +21,7 @@ use super::cpu::{acc_bytes, parallel_for_rows, uninit};
 #[cfg(target_arch = "x86_64")]
 use super::dispatch::{Dispatch, dispatch};
 use super::im2col::ConvGeometry;
+use super::kernel_timer::{self, KernelScope};
 use super::{Elem, Real};
 use crate::vectorised;
 
@@ -181,6 +182,11 @@ pub fn is_native_dtype(dtype: DType) -> bool {
     matches!(dtype, DType::F32 | DType::F64)
 }
 
+/// Times a GEMM on all threads. A serial one is a tile of another kernel, too short to be timed.
+fn scope(threading: Threading) -> Option<KernelScope> {
+    if threading == Threading::Parallel { kernel_timer::enter(module_path!()) } else { None }
+}
+
 /// `out = a b`, or `out += a b` with `accumulate`; `out` is row-major with row stride `stride`.
 pub fn gemm<T: Elem>(
     out: &mut [T::Acc],
@@ -190,6 +196,7 @@ pub fn gemm<T: Elem>(
     accumulate: bool,
     threading: Threading,
 ) {
+    let _scope = scope(threading);
     let (m, k, n) = (a.rows, a.cols, b.cols);
     assert_eq!(k, b.rows, "gemm: K of a and b differ");
     if m == 0 || n == 0 {
@@ -494,6 +501,7 @@ fn matmul_maybe_fused<T: Elem>(
     threading: Threading,
     epilogue: Option<CpuEpilogue<T>>,
 ) -> bool {
+    let _scope = scope(threading);
     let n = b.cols;
     assert_eq!(a.cols, b.rows, "matmul: K of a and b differ");
     assert!(out.len() >= a.rows * n, "matmul: result exceeds its slice");

@@ -5,9 +5,11 @@
 //! It returns newly allocated tensors or accumulates into the tensor it receives. It records no autograd graph, and its
 //! result is bitwise reproducible whatever the thread timing. Only layers call kernels.
 
-/// Returns what the closure makes if the CUDA kernels apply to the tensor; nothing in builds without CUDA.
+/// The first statement of a kernel: times the rest of the block for a profile and returns what the closure makes if the
+/// CUDA kernels apply to the tensor, which they never do in builds without CUDA.
 macro_rules! on_cuda {
     ($tensor:expr, |$device:ident| $launch:expr) => {
+        let _scope = $crate::kernels::kernel_timer::enter(module_path!());
         #[cfg(feature = "cuda")]
         if let Some($device) = $crate::kernels::cuda::device_of($tensor) {
             return $launch;
@@ -41,6 +43,7 @@ pub mod grad_stats;
 pub mod group_norm;
 pub mod host;
 pub mod im2col;
+pub mod kernel_timer;
 pub mod lanes;
 pub mod linear;
 pub mod lion;

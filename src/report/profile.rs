@@ -1,12 +1,16 @@
 //! Renders the profile of a job: tables and hotspots for people, a trace for Chrome and Perfetto, stacks for a flame
 //! graph.
 
+use std::collections::BTreeMap;
+
 use serde_json::{Value, json};
 
 use super::text::{self, AnsiStyle};
 use super::{DisplayOptions, Verbosity};
+use crate::base::Role;
 use crate::base::units::counted;
-use crate::train::profile::{NodeProfile, Profile};
+use crate::job::OptimizerKind;
+use crate::train::profile::{KernelProfile, NodeProfile, Profile};
 
 /// Nodes and blocks that the tables list without `--verbose`, the slowest first.
 const MAX_LISTED: usize = 12;
@@ -43,6 +47,10 @@ pub fn lines(profile: &Profile, display: DisplayOptions) -> Vec<String> {
     lines.push(String::new());
     let all = display.verbosity >= Verbosity::Verbose;
     lines.extend(node_table(profile, all));
+    if !profile.kernels.is_empty() {
+        lines.push(String::new());
+        lines.extend(kernel_table(profile));
+    }
     lines.push(String::new());
     lines.push(paint.bold("hotspots"));
     lines.extend(hotspots(profile).into_iter().map(|line| format!("  {line}")));
@@ -66,11 +74,22 @@ fn node_table(profile: &Profile, all: bool) -> Vec<String> {
         let share = text::percent(forward + backward, profile.update_s);
         vec![name, milliseconds(forward), milliseconds(backward), share, planned, measured]
     };
-    rows.extend(first.iter().map(|node| {
+    for node in first {
         let backward = node.backward_s + node.recompute_s;
         let (planned, measured) = (text::bytes(node.planned_bytes), text::bytes(node.measured_bytes));
-        row(node.name.clone(), node.forward_s, backward, planned, measured)
-    }));
+        rows.push(row(node.name.clone(), node.forward_s, backward, planned, measured));
+        let mut kernels: BTreeMap<&str, (f64, f64)> = BTreeMap::new();
+        let is_within = |kernel: &&KernelProfile| {
+            all && kernel.node.is_some_and(|at| profile.nodes[at].name == node.name)
+        };
+        for kernel in profile.kernels.iter().filter(is_within) {
+            let (forward, backward) = kernels.entry(kernel.kernel).or_default();
+            *if kernel.part == "forward" { forward } else { backward } += kernel.seconds;
+        }
+        rows.extend(kernels.into_iter().map(|(kernel, (forward, backward))| {
+            row(format!("  {}", words(kernel)), forward, backward, String::new(), String::new())
+        }));
+    }
     if !others.is_empty() {
         let sum = |of: fn(&NodeProfile) -> f64| others.iter().map(|node| of(node)).sum::<f64>();
         let name = format!("{} (`-v` lists all)", counted(others.len() as u64, "other layer"));
@@ -79,6 +98,34 @@ fn node_table(profile: &Profile, all: bool) -> Vec<String> {
         rows.push(row(name, forward, backward, String::new(), String::new()));
     }
     text::table("<>>>>>", 2, &rows)
+}
+
+/// The name of a kernel, for people.
+fn words(kernel: &str) -> String {
+    kernel.replace('_', " ")
+}
+
+/// Seconds and calls of each kernel over the whole update, the slowest first.
+fn kernel_sums(profile: &Profile) -> Vec<(&'static str, f64, f64)> {
+    let mut sums: BTreeMap<&'static str, (f64, f64)> = BTreeMap::new();
+    for kernel in &profile.kernels {
+        let (seconds, calls) = sums.entry(kernel.kernel).or_default();
+        *seconds += kernel.seconds;
+        *calls += kernel.calls;
+    }
+    let mut sums: Vec<_> =
+        sums.into_iter().map(|(kernel, (seconds, calls))| (kernel, seconds, calls)).collect();
+    sums.sort_by(|a, b| b.1.total_cmp(&a.1));
+    sums
+}
+
+fn kernel_table(profile: &Profile) -> Vec<String> {
+    let mut rows = vec![["kernel", "time", "of the update", "calls"].map(String::from).to_vec()];
+    rows.extend(kernel_sums(profile).into_iter().map(|(kernel, seconds, calls)| {
+        let share = text::percent(seconds, profile.update_s);
+        vec![words(kernel), milliseconds(seconds), share, format!("{calls:.0}")]
+    }));
+    text::table("<>>>", 2, &rows)
 }
 
 fn recompute_table(profile: &Profile) -> Vec<String> {
@@ -99,6 +146,18 @@ pub fn hotspots(profile: &Profile) -> Vec<String> {
     nodes.sort_by(|a, b| b.seconds().total_cmp(&a.seconds()));
     for node in nodes.into_iter().take_while(|node| node.seconds() >= HOTSPOT * profile.update_s).take(3) {
         found.push(format!("{} of the time is `{}`", share(node.seconds(), profile.update_s), node.name));
+    }
+    for (kernel, seconds, _) in kernel_sums(profile) {
+        if seconds < HOTSPOT * profile.update_s {
+            break;
+        }
+        let is_matmul = ["matmul", "conv"].contains(&kernel);
+        let advice = match is_matmul && profile.bf16_is_faster {
+            true => ": `train.precision = \"bf16\"` multiplies in fewer steps on this processor",
+            false => "",
+        };
+        let time = share(seconds, profile.update_s);
+        found.push(format!("{time} of the time is the kernel `{}`{advice}", words(kernel)));
     }
     for part in &profile.parts {
         let advice = match part.name {
@@ -124,7 +183,8 @@ pub fn hotspots(profile: &Profile) -> Vec<String> {
             true => format!("the {}", part.name),
             false => format!("{} of `{}`", part.role, part.name),
         };
-        found.push(format!("{of_peak} of the peak is {what}: {bytes}"));
+        let advice = smaller_with(part.role, plan.chosen.optimizer).map(|key| format!("; {key}"));
+        found.push(format!("{of_peak} of the peak is {what}: {bytes}{}", advice.unwrap_or_default()));
     }
     let blocks: Vec<_> = profile.blocks.iter().filter(|block| block.freed_by_recompute_bytes > 0).collect();
     let freed: u64 = blocks.iter().map(|block| block.freed_by_recompute_bytes).sum();
@@ -139,6 +199,20 @@ pub fn hotspots(profile: &Profile) -> Vec<String> {
         ));
     }
     found
+}
+
+/// The key that makes the memory of a role smaller, if there is one.
+fn smaller_with(role: Role, optimizer: OptimizerKind) -> Option<&'static str> {
+    match role {
+        Role::Activations | Role::Workspace | Role::Batch => {
+            Some("a smaller `train.batch_size` with more `train.accumulation_steps` needs less")
+        }
+        Role::OptimizerState if optimizer == OptimizerKind::Adamw => {
+            Some("`optimizer.kind = \"adamw8bit\"` keeps it in a quarter of that")
+        }
+        Role::DataPipeline => Some("`data.prefetch` and `data.workers` bound what is read ahead"),
+        _ => None,
+    }
 }
 
 /// The timeline in the trace-event format: complete events, in microseconds.
@@ -157,7 +231,7 @@ pub fn trace(profile: &Profile) -> Value {
     json!({ "traceEvents": events, "displayTimeUnit": "ms" })
 }
 
-/// Lines `frame;frame microseconds` for a flame graph of one update: the pass, the block, the node.
+/// Lines `frame;frame microseconds` for a flame graph of one update: the pass, the block, the node, the kernel.
 pub fn folded_stacks(profile: &Profile) -> Vec<String> {
     let frame = |name: &str| name.replace(';', ",");
     let mut stacks = Vec::new();
@@ -168,15 +242,26 @@ pub fn folded_stacks(profile: &Profile) -> Vec<String> {
             stacks.push(format!("update;{} {microseconds}", frames.join(";")));
         }
     };
-    for node in &profile.nodes {
+    // The kernels first, then what is left of the time that they are part of.
+    let mut push_kernels = |frames: &[&str], node: Option<usize>, part: &str, seconds: f64| {
+        let kernels = profile.kernels.iter().filter(|kernel| (kernel.node, kernel.part) == (node, part));
+        let left = kernels.fold(seconds, |left, kernel| {
+            push(&[frames, &[&words(kernel.kernel)]].concat(), kernel.seconds);
+            left - kernel.seconds
+        });
+        push(frames, left);
+    };
+    for (at, node) in profile.nodes.iter().enumerate() {
         let block = profile.blocks.get(node.block).map_or("", |block| block.name.as_str());
-        push(&["forward", block, &node.name], node.forward_s);
-        push(&["recompute", block, &node.name], node.recompute_s);
-        push(&["backward", block, &node.name], node.backward_s);
+        let passes =
+            [("forward", node.forward_s), ("recompute", node.recompute_s), ("backward", node.backward_s)];
+        for (pass, seconds) in passes {
+            push_kernels(&[pass, block, &node.name], Some(at), pass, seconds);
+        }
     }
     for part in &profile.parts {
         if !["forward", "recompute", "backward"].contains(&part.name) {
-            push(&[part.name], part.seconds);
+            push_kernels(&[part.name], None, part.name, part.seconds);
         }
     }
     stacks
@@ -206,6 +291,7 @@ mod tests {
             is_recomputed: false,
         };
         let part = |name, seconds| PartTime { name, seconds };
+        let kernel = |kernel, part, node, seconds| KernelProfile { kernel, part, node, seconds, calls: 2.0 };
         Profile {
             updates: 4,
             update_s: 0.010,
@@ -219,6 +305,13 @@ mod tests {
                 part("other", 0.0015),
             ],
             nodes: vec![node("a;b", 0, 0.002, 0.003), node("loss", 1, 0.0, 0.001)],
+            bf16_is_faster: true,
+            kernels: vec![
+                kernel("matmul", "forward", Some(0), 0.0015),
+                kernel("matmul", "backward", Some(0), 0.003),
+                kernel("batch_norm", "backward", Some(0), 0.0),
+                kernel("update", "optimizer", None, 0.0004),
+            ],
             blocks: vec![block("first", 1 << 40), block("loss", 0)],
             plan: fixtures::plan(),
             timeline: vec![TimelineSpan {
@@ -238,7 +331,15 @@ mod tests {
         assert_eq!(found[0], "50.0 % of the time is `a;b`");
         assert_eq!(found[1], "10.0 % of the time is `loss`");
         assert!(
-            found[2].starts_with("20.0 % of the time is wait for data: raise `data.workers`"),
+            found[2].starts_with("45.0 % of the time is the kernel `matmul`: `train.precision"),
+            "{found:?}"
+        );
+        assert!(
+            found[3].starts_with("20.0 % of the time is wait for data: raise `data.workers`"),
+            "{found:?}"
+        );
+        assert!(
+            found[4].contains("of `conv1`") && found[4].contains("a smaller `train.batch_size`"),
             "{found:?}"
         );
         let last = found.last().unwrap();
@@ -256,9 +357,26 @@ mod tests {
     #[test]
     fn stacks_add_up_to_the_update() {
         let stacks = folded_stacks(&profile());
-        assert_eq!(stacks[0], "update;forward;first;a,b 2000");
+        assert_eq!(stacks[..2], ["update;forward;first;a,b;matmul 1500", "update;forward;first;a,b 500"]);
+        assert!(stacks.contains(&"update;optimizer;update 400".to_owned()), "{stacks:?}");
         let total: f64 =
             stacks.iter().map(|stack| stack.rsplit(' ').next().unwrap().parse::<f64>().unwrap()).sum();
         assert_eq!(total, 10_000.0);
+    }
+
+    #[test]
+    fn kernels_are_summed_over_the_update_and_listed_below_their_layer() {
+        let verbose = DisplayOptions { verbosity: Verbosity::Verbose, ..DisplayOptions::default() };
+        let squeeze = |line: &String| line.split_whitespace().collect::<Vec<_>>().join(" ");
+        let shown: Vec<String> = lines(&profile(), verbose).iter().map(squeeze).collect();
+        assert!(shown.contains(&"matmul 4.500 ms 45.0 % 4".to_owned()), "{shown:?}");
+        assert!(shown.contains(&"update 0.400 ms 4.0 % 2".to_owned()), "{shown:?}");
+        let layer = shown.iter().position(|line| line.starts_with("a;b ")).unwrap();
+        assert!(
+            shown[layer + 1].starts_with("batch norm ")
+                && shown[layer + 2].starts_with("matmul 1.500 ms 3.000 ms")
+        );
+        let shown: Vec<String> = lines(&profile(), DisplayOptions::default()).iter().map(squeeze).collect();
+        assert!(!shown.iter().any(|line| line.starts_with("matmul 1.500 ms")), "{shown:?}");
     }
 }

@@ -4,6 +4,7 @@
 use std::collections::BTreeMap;
 use std::time::Instant;
 
+use candle_core::DType;
 use serde::Serialize;
 
 use super::Failure;
@@ -11,7 +12,9 @@ use super::engine::Ledgers;
 use super::setup::Setup;
 use super::trial_updates::{TrialUpdates, UpdatePart};
 use crate::graph::network::{LayerBlock, Node};
-use crate::graph::node_timer::{self, NodePass, NodeSpan};
+use crate::graph::node_timer::{self, NodePass, NodeSpan, Spans};
+use crate::kernels::dispatch::{Dispatch, dispatch};
+use crate::kernels::kernel_timer::KernelSpan;
 use crate::planner::budget::TargetMachine;
 use crate::planner::plan::{MemoryPlan, PlanVerdict};
 
@@ -26,9 +29,13 @@ pub struct Profile {
     pub parts: Vec<PartTime>,
     /// In the order of the network.
     pub nodes: Vec<NodeProfile>,
+    /// Whether matmuls in bf16 would be faster: they are in f32, and the processor multiplies bf16 (AMX).
+    pub bf16_is_faster: bool,
+    /// Within nodes and parts; empty on a GPU.
+    pub kernels: Vec<KernelProfile>,
     pub blocks: Vec<BlockProfile>,
     pub plan: MemoryPlan,
-    /// When each part and node ran.
+    /// When each part, node and kernel ran.
     #[serde(skip)]
     pub timeline: Vec<TimelineSpan>,
 }
@@ -60,6 +67,21 @@ impl NodeProfile {
     }
 }
 
+/// A kernel of a node in one of its passes, or of a part that has no nodes: its own time, without the kernels that it calls.
+/// Those of a node never add up to more than its pass.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct KernelProfile {
+    /// Its file in `src/kernels`.
+    pub kernel: &'static str,
+    /// Name of a part.
+    pub part: &'static str,
+    /// Index in [`Profile::nodes`].
+    pub node: Option<usize>,
+    pub seconds: f64,
+    /// Calls per update.
+    pub calls: f64,
+}
+
 /// A block: what recomputing it would free, and cost.
 #[derive(Clone, Debug, Serialize)]
 pub struct BlockProfile {
@@ -71,7 +93,7 @@ pub struct BlockProfile {
     pub is_recomputed: bool,
 }
 
-/// A part of an update or a node, on the time axis of the profile.
+/// A part of an update, a node or a kernel, on the time axis of the profile.
 #[derive(Clone, Debug)]
 pub struct TimelineSpan {
     pub name: String,
@@ -105,13 +127,13 @@ pub fn profile(
         progress(trial.count);
     }
     let origin = Instant::now();
-    let (mut spans, mut nodes, mut seconds) = (Vec::new(), Vec::new(), 0.0);
+    let (mut spans, mut recorded, mut seconds) = (Vec::new(), Spans::default(), 0.0);
     for _ in 0..updates {
         node_timer::start(setup.device());
         let update = trial.next_update(|part, begun| {
             spans.push((part, begun, begun.elapsed().as_secs_f64()));
         });
-        nodes.extend(node_timer::take());
+        recorded.append(node_timer::take());
         seconds += update?;
         progress(trial.count);
     }
@@ -122,11 +144,14 @@ pub fn profile(
         update_s: seconds * per_update,
         unprofiled_update_s: unprofiled * per_update,
         parts: Vec::new(),
-        nodes: node_profiles(setup, &nodes, per_update),
+        nodes: node_profiles(setup, &recorded.nodes, per_update),
+        bf16_is_faster: setup.gpu.is_none() && setup.dtype == DType::F32 && dispatch() == Dispatch::Amx,
+        kernels: Vec::new(),
         blocks,
         plan,
-        timeline: timeline(&spans, &nodes, origin),
+        timeline: timeline(&spans, &recorded, origin),
     };
+    profile.kernels = kernel_profiles(&profile.nodes, &spans, &recorded, per_update);
     profile.add_blocks();
     profile.add_parts(&spans, per_update);
     Ok(profile)
@@ -227,7 +252,51 @@ fn node_profiles(setup: &Setup, spans: &[NodeSpan], per_update: f64) -> Vec<Node
     profiles.into_values().collect()
 }
 
-fn timeline(parts: &[(UpdatePart, Instant, f64)], nodes: &[NodeSpan], origin: Instant) -> Vec<TimelineSpan> {
+fn pass_name(pass: NodePass) -> &'static str {
+    match pass {
+        NodePass::Forward => "forward",
+        NodePass::Recompute => "recompute",
+        NodePass::Backward => "backward",
+    }
+}
+
+/// Sums the spans of each kernel within its node and pass, or within its part; those of a micro-batch outside of all nodes
+/// belong to the part `other`.
+fn kernel_profiles(
+    nodes: &[NodeProfile],
+    parts: &[(UpdatePart, Instant, f64)],
+    recorded: &Spans,
+    per_update: f64,
+) -> Vec<KernelProfile> {
+    let place: BTreeMap<&str, usize> =
+        nodes.iter().enumerate().map(|(i, node)| (node.name.as_str(), i)).collect();
+    let mut owners: Vec<Option<(&'static str, Option<usize>)>> = vec![None; recorded.kernels.len()];
+    for span in &recorded.nodes {
+        let node = place.get(span.name.as_str()).copied();
+        owners[span.kernels.clone()].fill(Some((pass_name(span.pass), node)));
+    }
+    let mut sums: BTreeMap<(Option<usize>, &'static str, &'static str), (f64, f64)> = BTreeMap::new();
+    for (span, owner) in recorded.kernels.iter().zip(owners) {
+        let (part, node) = owner.unwrap_or_else(|| {
+            let begun = parts.partition_point(|(_, begun, _)| *begun <= span.start);
+            match parts[..begun].last() {
+                Some((UpdatePart::GradStats, ..)) => ("gradient norm", None),
+                Some((UpdatePart::Update, ..)) => ("optimizer", None),
+                _ => ("other", None),
+            }
+        });
+        let (seconds, calls) = sums.entry((node, part, span.kernel)).or_default();
+        *seconds += span.self_seconds * per_update;
+        *calls += per_update;
+    }
+    let profile =
+        |((node, part, kernel), (seconds, calls))| KernelProfile { kernel, part, node, seconds, calls };
+    let mut profiles: Vec<KernelProfile> = sums.into_iter().map(profile).collect();
+    profiles.sort_by(|a, b| b.seconds.total_cmp(&a.seconds));
+    profiles
+}
+
+fn timeline(parts: &[(UpdatePart, Instant, f64)], recorded: &Spans, origin: Instant) -> Vec<TimelineSpan> {
     let of_part = |&(part, begun, seconds): &(UpdatePart, Instant, f64)| TimelineSpan {
         name: match part {
             UpdatePart::Data => "wait for data",
@@ -244,15 +313,20 @@ fn timeline(parts: &[(UpdatePart, Instant, f64)], nodes: &[NodeSpan], origin: In
     };
     let of_node = |span: &NodeSpan| TimelineSpan {
         name: span.name.clone(),
-        category: match span.pass {
-            NodePass::Forward => "forward",
-            NodePass::Recompute => "recompute",
-            NodePass::Backward => "backward",
-        },
+        category: pass_name(span.pass),
         start_s: (span.start - origin).as_secs_f64(),
         seconds: span.seconds,
         reserved_bytes: span.reserved_bytes,
         heap_bytes: span.heap_bytes,
     };
-    parts.iter().map(of_part).chain(nodes.iter().map(of_node)).collect()
+    let of_kernel = |span: &KernelSpan| TimelineSpan {
+        name: span.kernel.into(),
+        category: "kernel",
+        start_s: (span.start - origin).as_secs_f64(),
+        seconds: span.seconds,
+        reserved_bytes: 0,
+        heap_bytes: 0,
+    };
+    let (nodes, kernels) = (recorded.nodes.iter().map(of_node), recorded.kernels.iter().map(of_kernel));
+    parts.iter().map(of_part).chain(nodes).chain(kernels).collect()
 }
