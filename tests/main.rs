@@ -26,6 +26,7 @@ mod jobs;
 mod language;
 mod memory_invariance;
 mod memory_retry;
+mod memory_snapshots;
 mod mlflow;
 mod oracles;
 mod plans;

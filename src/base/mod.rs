@@ -2,6 +2,7 @@
 
 pub mod backend;
 pub mod features;
+pub mod memory_space;
 pub mod panics;
 pub mod phase;
 pub mod random;
@@ -10,5 +11,6 @@ pub mod role;
 pub mod units;
 
 pub use backend::{Backend, ComputeCapability, HOPPER, MicroBatchSpec};
+pub use memory_space::MemorySpace;
 pub use phase::Phase;
 pub use role::Role;

@@ -211,6 +211,19 @@ pub enum Event {
         /// Bytes left of the budget.
         left: u64,
     },
+    /// Who held which memory was written: after an `oom` and, with `log.memory = "detailed"`, after an evaluation and at the
+    /// end.
+    MemorySnapshot {
+        /// Updates applied before it.
+        step: u64,
+        /// The file; `null` if it could not be written.
+        path: Option<String>,
+        /// Peak of the reservations in the time that it covers, in bytes.
+        peak_bytes: MemoryBytes,
+        /// Why it could not be written.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        error: Option<String>,
+    },
     /// Other processes took memory and little is left on the host; a `shrunk` follows.
     Pressure {
         /// Updates applied before it.

@@ -47,7 +47,7 @@ pub use optimizer::{
     AdafactorConfig, AdamwConfig, ConstantSchedule, DecaySchedule, ExponentialSchedule, LionConfig,
     OnecycleSchedule, OptimizerConfig, OptimizerKind, ScheduleConfig, SgdConfig, StepSchedule,
 };
-pub use progress::{BestMetric, CheckpointConfig, EvalConfig, Interval, LogConfig, Metric};
+pub use progress::{BestMetric, CheckpointConfig, EvalConfig, Interval, LogConfig, MemoryLog, Metric};
 pub use reference::job_markdown;
 pub use schema::schema;
 pub use source_map::{Snippet, SourceLocation};

@@ -289,10 +289,24 @@ pub struct LogConfig {
     /// Write `report.html` into the run's folder at its end, if that takes less than a second; `trainer report` writes it at
     /// any time.
     pub report: bool,
+    /// What is kept of who held which memory. The page shows it.
+    pub memory: MemoryLog,
 }
 
 impl Default for LogConfig {
     fn default() -> Self {
-        Self { every_steps: 10, tensorboard: true, mlflow: None, report: true }
+        Self { every_steps: 10, tensorboard: true, mlflow: None, report: true, memory: MemoryLog::Summary }
     }
+}
+
+/// What a run keeps in `memory/` of its folder.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum MemoryLog {
+    /// The holders at the first and at the last few out-of-memory errors.
+    #[default]
+    Summary,
+    /// Every reservation and release of the last two updates, before an out-of-memory error, after the last evaluation and at
+    /// the end; half a MiB of host memory for each device, which the plan counts.
+    Detailed,
 }

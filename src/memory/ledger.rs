@@ -10,9 +10,10 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use serde::Serialize;
 
+use super::recorder::{LedgerSnapshot, LedgerState, Recorder};
 use super::resident_limit;
 use crate::base::units::Bytes;
-use crate::base::{Phase, Role};
+use crate::base::{MemorySpace, Phase, Role};
 
 /// Accounts for one memory space, host or device. Clones share the account.
 #[derive(Clone, Debug)]
@@ -22,6 +23,7 @@ pub struct Ledger {
 
 #[derive(Debug)]
 struct Account {
+    space: MemorySpace,
     budget: u64,
     total: u64,
     peak: u64,
@@ -35,6 +37,8 @@ struct Account {
     injected_oom: Option<InjectedOom>,
     /// Every change in order, for a planning ledger only.
     log: Option<Vec<LedgerEntry>>,
+    /// The last changes, see [`Ledger::record`].
+    recorder: Option<Recorder>,
 }
 
 /// Who holds how many bytes, and for what role.
@@ -71,6 +75,7 @@ pub struct RecentPeak {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("out of memory: {requester} requested {} for {role} and {} of {} are left; the largest holders are {}", Bytes(*bytes), Bytes(*available), Bytes(*budget), holders(&self.largest()))]
 pub struct Oom {
+    pub space: MemorySpace,
     /// The phase at that time, see [`Ledger::set_phase`].
     pub phase: Phase,
     pub requester: String,
@@ -157,9 +162,15 @@ pub struct Reservation {
 }
 
 impl Ledger {
-    /// `injected_oom`: reservations that fail, for tests.
+    /// A ledger of host memory. `injected_oom`: reservations that fail, for tests.
     pub fn new(budget: u64, injected_oom: Option<InjectedOom>) -> Self {
+        Self::of(MemorySpace::Ram, budget, injected_oom)
+    }
+
+    /// A ledger of this memory.
+    pub fn of(space: MemorySpace, budget: u64, injected_oom: Option<InjectedOom>) -> Self {
         let account = Account {
+            space,
             budget,
             total: 0,
             peak: 0,
@@ -170,6 +181,7 @@ impl Ledger {
             index: BTreeMap::new(),
             injected_oom,
             log: None,
+            recorder: None,
         };
         Self { account: Arc::new(Mutex::new(account)) }
     }
@@ -179,6 +191,40 @@ impl Ledger {
         let ledger = Self::new(u64::MAX, None);
         lock(&ledger.account).log = Some(Vec::new());
         ledger
+    }
+
+    /// Records the changes of the last two updates from now on, in [`RECORDER_BYTES`](super::recorder::RECORDER_BYTES).
+    pub fn record(&self) {
+        lock(&self.account).recorder.get_or_insert_with(Recorder::new);
+    }
+
+    /// An update begins, for the recorder.
+    pub fn begin_update(&self) {
+        if let Some(recorder) = &mut lock(&self.account).recorder {
+            recorder.begin_update();
+        }
+    }
+
+    /// Who holds what now, and what was recorded up to now; for an `oom` of this ledger, as it was when the request was
+    /// refused.
+    pub fn snapshot(&self, oom: Option<&Oom>) -> LedgerSnapshot {
+        let account = lock(&self.account);
+        let oom = oom.filter(|oom| oom.space == account.space);
+        let mut held: Vec<u64> = account.holders.iter().map(|holder| holder.bytes).collect();
+        if let Some(oom) = oom {
+            held.fill(0);
+            for Holder { role, name, bytes } in &oom.live {
+                held[account.index[role][name]] = *bytes;
+            }
+        }
+        let state = LedgerState {
+            space: account.space,
+            budget_bytes: oom.map_or(account.budget, |oom| oom.budget),
+            phase: oom.map_or(account.phase, |oom| oom.phase),
+            is_refusal: oom.is_some(),
+            held,
+        };
+        LedgerSnapshot::new(state, &account.holders, account.recorder.as_ref())
     }
 
     /// Sets the current phase.
@@ -233,6 +279,10 @@ impl Ledger {
         Oom { available, refused_by, ..self.oom_error(Role::Workspace, "the CUDA driver", bytes) }
     }
 
+    pub fn space(&self) -> MemorySpace {
+        lock(&self.account).space
+    }
+
     /// Maximum bytes that may be held.
     pub fn budget(&self) -> u64 {
         lock(&self.account).budget
@@ -278,19 +328,25 @@ impl Account {
         at
     }
 
-    fn oom_error(&self, role: Role, requester: &str, bytes: u64) -> Oom {
+    fn oom_error(&mut self, role: Role, requester: &str, bytes: u64) -> Oom {
+        if let Some(recorder) = &mut self.recorder {
+            recorder.record_refusal();
+        }
         let mut live: Vec<Holder> = self.holders.iter().filter(|holder| holder.bytes > 0).cloned().collect();
         live.sort_by_key(|holder| std::cmp::Reverse(holder.bytes));
         let (phase, budget) = (self.phase, self.budget);
         let available = budget.saturating_sub(self.total);
         let (requester, refused_by) = (requester.to_owned(), RefusedBy::Ledger);
-        Oom { phase, requester, role, bytes, available, budget, live, refused_by }
+        Oom { space: self.space, phase, requester, role, bytes, available, budget, live, refused_by }
     }
 
     fn log_change(&mut self, holder: usize, change: i64) {
         if let Some(log) = &mut self.log {
             let Holder { role, name, .. } = &self.holders[holder];
             log.push(LedgerEntry { role: *role, name: name.clone(), change, phase: self.phase });
+        }
+        if let Some(recorder) = &mut self.recorder {
+            recorder.push(holder, change, self.phase);
         }
     }
 }

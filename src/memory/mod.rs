@@ -14,6 +14,7 @@ pub mod placement;
 pub mod pressure;
 pub mod probe;
 pub mod process;
+pub mod recorder;
 pub mod resident_limit;
 
 pub use ledger::{InjectedOom, Ledger, Oom, RefusedBy, Reservation};

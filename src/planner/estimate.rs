@@ -14,16 +14,17 @@ use candle_core::DType;
 use super::budget;
 use super::execution_plan::{ExecutionPlan, Offload};
 use super::ledger_trace::{self, BlockIndex};
-use super::plan::{MemoryPart, MemorySpace, Peak, PhasePeak};
+use super::plan::{MemoryPart, Peak, PhasePeak};
 use crate::base::features::{Features, InputSpec};
-use crate::base::{Backend, MicroBatchSpec, Phase, Role};
+use crate::base::{Backend, MemorySpace, MicroBatchSpec, Phase, Role};
 use crate::data::loader;
 use crate::graph::network::{Executor, Network};
 use crate::graph::offload::ActivationOffload;
-use crate::job::{Job, OptimizerConfig};
+use crate::job::{Job, MemoryLog, OptimizerConfig};
 use crate::kernels::{matmul, sample_keys};
 use crate::memory::ledger::{Ledger, LedgerEntry};
 use crate::memory::process::ProcessMemory;
+use crate::memory::recorder::RECORDER_BYTES;
 use crate::optim;
 use crate::params::{MemoryFormat, ParamLayout, TensorSpec};
 
@@ -366,6 +367,10 @@ impl<'a> Estimator<'a> {
             s.allocation(Role::DataPipeline, "left by preparation", s.process.leftover_heap),
         ];
         all.extend(measured.into_iter().filter(|part| part.bytes > 0));
+        if s.job.log.memory == MemoryLog::Detailed {
+            let ledgers = 1 + u64::from(s.on_device());
+            all.push(s.allocation(Role::Reserve, "memory recorder", ledgers * RECORDER_BYTES));
+        }
         if s.on_device() {
             all.push(s.allocation(Role::Workspace, "matrix products", GEMM_WORKSPACE_BYTES));
             all.push(s.allocation(Role::Workspace, "rounding", SMALL_ALLOCATION_BYTES));

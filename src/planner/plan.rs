@@ -4,7 +4,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use super::execution_plan::{BatchSplit, ExecutionPlan};
-use crate::base::{Phase, Role};
+use crate::base::{MemorySpace, Phase, Role};
 
 /// A memory plan as `trainer plan --json` prints it and `plan.json` keeps it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
@@ -128,13 +128,6 @@ pub struct MemoryPart {
     pub role: Role,
     pub bytes: u64,
     pub r#where: MemorySpace,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-#[serde(rename_all = "snake_case")]
-pub enum MemorySpace {
-    Ram,
-    Vram,
 }
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]

@@ -217,7 +217,20 @@ impl RunView<'_> {
                 );
                 line(label("heap"), text)
             }
+            Event::MemorySnapshot { step, error: Some(error), .. } => line(
+                paint.yellow(&label("memory")),
+                format!("step {}  who holds it cannot be written: {error}", format_count(*step)),
+            ),
+            Event::MemorySnapshot { step, path: Some(path), .. }
+                if self.display.verbosity == Verbosity::Verbose =>
+            {
+                line(
+                    paint.dim(&label("memory")),
+                    format!("step {}  who holds it is in {path}", format_count(*step)),
+                )
+            }
             Event::Step { .. }
+            | Event::MemorySnapshot { .. }
             | Event::Checkpoint { .. }
             | Event::Best { .. }
             | Event::CudaGraphCaptured { .. }

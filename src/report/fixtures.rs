@@ -3,7 +3,7 @@
 
 use std::collections::BTreeMap;
 
-use crate::base::{Phase, Role};
+use crate::base::{MemorySpace, Phase, Role};
 use crate::events::event::{BestCheckpoint, Event, EventRecord, MemoryBytes};
 use crate::job::OptimizerKind;
 use crate::planner::execution_plan::{BatchSplit, ExecutionPlan};

@@ -4,9 +4,9 @@ use std::collections::BTreeMap;
 
 use super::text::{self, AnsiStyle};
 use super::{DisplayOptions, Verbosity};
-use crate::base::Role;
 use crate::base::units::{counted, format_count};
-use crate::planner::plan::{CandidateSummary, Disk, MemorySpace, PhasePeak, PlanAdjustment, PlanVerdict};
+use crate::base::{MemorySpace, Role};
+use crate::planner::plan::{CandidateSummary, Disk, PhasePeak, PlanAdjustment, PlanVerdict};
 use crate::planner::{MemoryPlan, ladder};
 
 const BAR_CELLS: usize = 24;

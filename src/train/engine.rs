@@ -16,7 +16,7 @@ use super::checkpoint::CheckpointTensors;
 use super::pass_key::PassKey;
 use super::setup::Setup;
 use super::staging::BatchStaging;
-use crate::base::{MicroBatchSpec, Phase, Role};
+use crate::base::{MemorySpace, MicroBatchSpec, Phase, Role};
 use crate::data;
 use crate::events::event::Event;
 use crate::graph::network::{DeviceBatch, Executor, Network, StepError};
@@ -32,7 +32,6 @@ use crate::optim::{self, Optimizer, OptimizerStep};
 use crate::param_store::ParamStore;
 use crate::planner::estimate::{Allocation, batch_bytes};
 use crate::planner::execution_plan::{ExecutionPlan, Offload};
-use crate::planner::plan::MemorySpace;
 use gpu::{GpuState, PassScope, PendingGradStats};
 
 /// Memory ledgers of a run: one for tensors, one for everything else on the host.
@@ -51,7 +50,10 @@ impl Ledgers {
     /// For tensors on this GPU, or on the CPU.
     pub fn on(gpu: Option<&GpuDevice>, ram: u64, injected_oom: Option<InjectedOom>) -> Self {
         match gpu {
-            Some(gpu) => Self { tensors: Ledger::new(gpu.limit, injected_oom), host: Ledger::new(ram, None) },
+            Some(gpu) => Self {
+                tensors: Ledger::of(MemorySpace::Vram, gpu.limit, injected_oom),
+                host: Ledger::new(ram, None),
+            },
             None => {
                 let ledger = Ledger::new(ram, injected_oom);
                 Self { tensors: ledger.clone(), host: ledger }
@@ -332,8 +334,16 @@ impl<'a> Engine<'a> {
         gpu::map_oom(self.setup, &self.ledger, Role::Activations, error)
     }
 
+    pub fn ledgers(&self) -> Ledgers {
+        Ledgers { tensors: self.ledger.clone(), host: self.host_ledger.clone() }
+    }
+
     /// Saves the running statistics, so that the update can be rolled back and retried.
     pub fn begin_update(&self) -> candle_core::Result<()> {
+        self.ledger.begin_update();
+        if self.ledger.space() != self.host_ledger.space() {
+            self.host_ledger.begin_update();
+        }
         cast_into(&self.store.stats, &self.saved_stats)
     }
 

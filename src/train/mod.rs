@@ -11,6 +11,7 @@ pub mod fault_injection;
 #[cfg(feature = "cuda")]
 mod graph_cache;
 pub mod initial_weights;
+pub mod memory_snapshot;
 pub mod no_graph;
 pub mod parent_death;
 mod pass_key;

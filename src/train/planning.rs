@@ -3,7 +3,7 @@
 use super::retry::ShrinkLimits;
 use super::setup::Setup;
 use crate::base::units::Bytes;
-use crate::base::{Backend, MicroBatchSpec, Phase};
+use crate::base::{Backend, MemorySpace, MicroBatchSpec, Phase};
 use crate::graph::network::{LayerBlock, Network};
 use crate::job::{Interval, OomAction, OptimizerKind};
 use crate::memory::probe;
@@ -12,7 +12,7 @@ use crate::planner::budget::TargetMachine;
 use crate::planner::cost_model::CostModel;
 use crate::planner::estimate::{Estimator, EstimatorInputs, MemoryPredictor, recompute_ranks};
 use crate::planner::execution_plan::{BatchSplit, ExecutionPlan, Offload};
-use crate::planner::plan::{Disk, MemoryPlan, MemorySpace, PlanVerdict};
+use crate::planner::plan::{Disk, MemoryPlan, PlanVerdict};
 use crate::planner::search::PlanRequest;
 use crate::planner::{ladder, search};
 

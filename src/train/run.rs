@@ -21,6 +21,7 @@ use candle_core::DType;
 use super::Failure;
 use super::checkpoint::{CheckpointState, Checkpoints, FORMAT};
 use super::early_stop::StopReason;
+use super::memory_snapshot::SnapshotReason;
 use super::postmortem::PostMortem;
 use super::retry::Backoff;
 use super::run_dir::RunDir;
@@ -86,7 +87,7 @@ pub fn run_plan(
     // From here on a signal has something to finish.
     options.signals.begin();
     let mut step = 0;
-    let result = RunContext::new(setup, &options, exec_plan, graphs, &mut report).and_then(|ctx| {
+    let result = RunContext::new(setup, &options, &folder, exec_plan, graphs, &mut report).and_then(|ctx| {
         let memory = MemoryControl::new(plan, backoff, options.pressure_monitor.clone());
         let mut run = Run::new(ctx, memory, RunCheckpoints::new(&folder, setup));
         let outcome = run.load(newest).and_then(|()| run.train());
@@ -281,6 +282,7 @@ impl<'a> Run<'a> {
         if matches!(outcome, EvaluationOutcome::Abandoned) {
             return Ok(());
         }
+        self.ctx.snapshot_memory(SnapshotReason::Evaluation)?;
         if continued {
             self.evaluation.train_sums = train_sums;
         }

@@ -63,6 +63,11 @@ impl RunDir {
         self.root.join("oom.json")
     }
 
+    /// Snapshots of who held what.
+    pub fn memory(&self) -> PathBuf {
+        self.root.join("memory")
+    }
+
     pub fn checkpoints(&self) -> PathBuf {
         self.root.join("checkpoints")
     }
@@ -116,6 +121,12 @@ impl RunDir {
             for leftover in [path.with_extension("tmp"), full].into_iter().filter(|left| left.exists()) {
                 fs::remove_file(&leftover).map_err(Failure::io("remove", leftover))?;
             }
+        }
+        let snapshots =
+            fs::read_dir(self.memory()).into_iter().flatten().filter_map(|entry| Some(entry.ok()?.path()));
+        for leftover in snapshots.filter(|path| path.extension().is_some_and(|extension| extension == "tmp"))
+        {
+            fs::remove_file(&leftover).map_err(Failure::io("remove", leftover))?;
         }
         Checkpoints::new(self.checkpoints()).clean()
     }

@@ -1,11 +1,11 @@
-//! Memory at the planned peak as an icicle: spaces, roles, and parts by their dotted names. Nested boxes whose widths
+//! Memory at a peak, planned or reserved, as an icicle: spaces, roles, and parts by their dotted names. Nested boxes whose widths
 //! are their bytes; a script lets one click into a box, and without it all of them can be read.
 
 use std::fmt::Write;
 
 use super::escape;
+use crate::base::{MemorySpace, Role};
 use crate::planner::MemoryPlan;
-use crate::planner::plan::MemorySpace;
 use crate::report::text;
 
 /// Boxes below this fraction of the whole are joined.
@@ -74,14 +74,14 @@ impl Node {
     }
 }
 
-/// The icicle of one memory space; `None` if the plan has nothing there.
-fn icicle(plan: &MemoryPlan, space: MemorySpace, name: &str) -> Option<String> {
-    let mut root = Node { name: name.into(), ..Node::default() };
-    for part in plan.parts.iter().filter(|part| part.r#where == space && part.bytes > 0) {
-        let role = part.role.to_string();
+/// The icicle of a memory space with these parts, each with its role and name; `None` if they have no bytes.
+pub fn html_of<'a>(space: &str, parts: impl Iterator<Item = (Role, &'a str, u64)>) -> Option<String> {
+    let mut root = Node { name: space.into(), ..Node::default() };
+    for (role, name, bytes) in parts.filter(|(.., bytes)| *bytes > 0) {
+        let role = role.to_string();
         let mut path = vec![role.as_str()];
-        path.extend(part.name.split('.').filter(|_| part.name != role));
-        root.add(&path, part.bytes);
+        path.extend(name.split('.').filter(|_| name != role));
+        root.add(&path, bytes);
     }
     (root.bytes > 0).then(|| {
         let whole = root.bytes;
@@ -96,8 +96,11 @@ fn icicle(plan: &MemoryPlan, space: MemorySpace, name: &str) -> Option<String> {
 
 /// Every memory space that the plan uses, device first.
 pub fn html(plan: &MemoryPlan) -> String {
-    let spaces = [(MemorySpace::Vram, "vram"), (MemorySpace::Ram, "ram")];
-    spaces.into_iter().filter_map(|(space, name)| icicle(plan, space, name)).collect()
+    let of = |space: MemorySpace| {
+        let parts = plan.parts.iter().filter(move |part| part.r#where == space);
+        html_of(&space.to_string(), parts.map(|part| (part.role, part.name.as_str(), part.bytes)))
+    };
+    [MemorySpace::Vram, MemorySpace::Ram].into_iter().filter_map(of).collect()
 }
 
 #[cfg(test)]

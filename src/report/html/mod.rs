@@ -5,6 +5,8 @@
 pub(super) mod chart;
 pub(super) mod charts;
 mod icicle;
+mod memory_snapshots;
+mod stacked_area;
 
 use std::fs;
 use std::io::{self, BufWriter, Write};
@@ -15,9 +17,10 @@ use serde_json::Value;
 
 use super::runs::{job_differences, result_differences};
 use super::text;
+use crate::base::MemorySpace;
 use crate::base::units::{counted, format_count};
 use crate::history::{HistoryError, RunHistory, RunRecord};
-use crate::planner::plan::{CandidateSummary, MemorySpace, PlanVerdict};
+use crate::planner::plan::{CandidateSummary, PlanVerdict};
 use crate::planner::{MemoryPlan, ladder};
 
 /// Buckets of all curves of a quantity together, and of one at least: what keeps a page small.
@@ -79,6 +82,11 @@ fn write(out: &mut impl Write, runs: &[RunHistory]) -> io::Result<()> {
     for (at, run) in runs.iter().enumerate() {
         out.write_all(plan_section(at, runs.len(), run).as_bytes())?;
         out.write_all(post_mortem(at, runs.len(), &run.record).as_bytes())?;
+        let snapshots = memory_snapshots::html(&run.record.folder)?;
+        if !snapshots.is_empty() {
+            let title = escape(&of_run("Who held the memory", at, runs.len()));
+            writeln!(out, "<section><h2>{title}</h2>{snapshots}</section>")?;
+        }
     }
     for (at, run) in runs.iter().enumerate() {
         let job = fs::read_to_string(run.record.folder.job()).unwrap_or_default();
@@ -166,13 +174,13 @@ fn run_header(at: usize, runs: usize, run: &RunHistory) -> String {
     if !run.version.is_empty() {
         facts.push(format!("trainer {}", run.version));
     }
-    let skipped = record.skipped.describe().map(|what| format!("<p class=warning>{}.</p>", escape(&what)));
+    let warnings: String =
+        record.warnings().iter().map(|what| format!("<p class=warning>{}.</p>", escape(what))).collect();
     let facts: Vec<String> = facts.iter().filter(|fact| !fact.is_empty()).map(|fact| escape(fact)).collect();
     format!(
-        "<p class=ended>{toggle}{}</p><p class=facts>{}</p>{}\n",
+        "<p class=ended>{toggle}{}</p><p class=facts>{}</p>{warnings}\n",
         escape(&record.sentence()),
         facts.join(" · "),
-        skipped.unwrap_or_default()
     )
 }
 

@@ -9,15 +9,19 @@ use crate::events::Reporter;
 use crate::events::activity::Work;
 use crate::events::event::Event;
 use crate::graph::network::StepError;
+use crate::job::MemoryLog;
 use crate::memory::{Oom, RefusedBy, Reservation};
 use crate::planner::ExecutionPlan;
 use crate::train::Failure;
 use crate::train::engine::{Engine, Ledgers};
+use crate::train::memory_snapshot::{MemorySnapshot, SnapshotReason};
+use crate::train::run_dir::RunDir;
 use crate::train::setup::Setup;
 
 pub(super) struct RunContext<'a> {
     pub setup: &'a Setup,
     pub options: &'a RunOptions,
+    folder: &'a RunDir,
     pub engine: Engine<'a>,
     /// The training loader; `None` until the next update opens one, as after a change of plan.
     pub train_loader: Option<TrainLoader>,
@@ -36,15 +40,21 @@ impl<'a> RunContext<'a> {
     pub fn new(
         setup: &'a Setup,
         options: &'a RunOptions,
+        folder: &'a RunDir,
         plan: ExecutionPlan,
         graphs: bool,
         report: &'a mut Reporter,
     ) -> Result<Self, Failure> {
         let ledgers = Ledgers::new(setup, options.ram, options.injected_oom.clone());
+        if setup.job.log.memory == MemoryLog::Detailed {
+            ledgers.tensors.record();
+            ledgers.host.record();
+        }
         let engine = match Engine::new(setup, ledgers.clone(), plan, graphs) {
             // There is no smaller plan for the weights themselves: retry once as is.
             Err(StepError::Oom(oom)) => {
                 report.record(oom_event(0, &oom))?;
+                report.record(snapshot_event(folder, 0, SnapshotReason::Oom, &ledgers, Some(&oom)))?;
                 if oom.refused_by == RefusedBy::Driver {
                     setup.gpu.iter().for_each(|gpu| gpu.release_free_chunks());
                 }
@@ -53,7 +63,7 @@ impl<'a> RunContext<'a> {
             other => other?,
         };
         let position = Position::start(setup.total_steps.min(options.max_steps.unwrap_or(u64::MAX)));
-        Ok(Self { setup, options, engine, train_loader: None, position, report })
+        Ok(Self { setup, options, folder, engine, train_loader: None, position, report })
     }
 
     pub fn record(&mut self, event: Event) -> Result<(), Failure> {
@@ -71,7 +81,21 @@ impl<'a> RunContext<'a> {
     }
 
     pub fn record_oom(&mut self, oom: &Oom) -> Result<(), Failure> {
-        self.record(oom_event(self.position.step, oom))
+        self.record(oom_event(self.position.step, oom))?;
+        self.record_snapshot(SnapshotReason::Oom, Some(oom))
+    }
+
+    /// Writes who holds what, if the job asks for that.
+    pub fn snapshot_memory(&mut self, reason: SnapshotReason) -> Result<(), Failure> {
+        match self.setup.job.log.memory {
+            MemoryLog::Summary => Ok(()),
+            MemoryLog::Detailed => self.record_snapshot(reason, None),
+        }
+    }
+
+    fn record_snapshot(&mut self, reason: SnapshotReason, oom: Option<&Oom>) -> Result<(), Failure> {
+        let event = snapshot_event(self.folder, self.position.step, reason, &self.engine.ledgers(), oom);
+        self.record(event)
     }
 
     /// Reports, once, why this session captured no CUDA graph.
@@ -139,4 +163,20 @@ impl<'a> RunContext<'a> {
 fn oom_event(step: u64, oom: &Oom) -> Event {
     let Oom { phase, bytes, available: left, .. } = *oom;
     Event::Oom { step, phase, requester: oom.requester.clone(), bytes, left }
+}
+
+/// Writes a snapshot. A file that cannot be written is part of the event: it costs no run.
+fn snapshot_event(
+    folder: &RunDir,
+    step: u64,
+    reason: SnapshotReason,
+    ledgers: &Ledgers,
+    oom: Option<&Oom>,
+) -> Event {
+    let snapshot = MemorySnapshot::new(step, reason, ledgers, oom);
+    let (path, error) = match snapshot.write(folder) {
+        Ok(path) => (Some(path.display().to_string()), None),
+        Err(error) => (None, Some(error.to_string())),
+    };
+    Event::MemorySnapshot { step, path, peak_bytes: snapshot.peak_bytes(), error }
 }

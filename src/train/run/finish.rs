@@ -7,6 +7,7 @@ use crate::memory::measure;
 use crate::memory::resident_limit;
 use crate::train::Failure;
 use crate::train::early_stop::StopReason;
+use crate::train::memory_snapshot::SnapshotReason;
 use crate::train::signals::Signal;
 
 impl Run<'_> {
@@ -18,6 +19,7 @@ impl Run<'_> {
         }
         let checkpoint = self.checkpoints.last_path();
         self.ctx.report_no_graph()?;
+        self.ctx.snapshot_memory(SnapshotReason::End)?;
         self.ctx.record(Event::Interrupted { step, signal: signal.name().into(), checkpoint })?;
         Ok(RunOutcome::Stopped(signal))
     }
@@ -50,6 +52,7 @@ impl Run<'_> {
         if !self.overflowed {
             self.prune_checkpoints()?;
         }
+        self.ctx.snapshot_memory(SnapshotReason::End)?;
         self.memory.measure(&self.ctx);
         if let Some(gpu) = &setup.gpu {
             self.ctx.report_no_graph()?;

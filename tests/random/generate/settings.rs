@@ -101,6 +101,10 @@ pub fn case(
     if reports.chance(0.5) {
         log.set("report", reports.chance(0.5));
     }
+    let mut memory = Draw::new(seed, "log.memory");
+    if memory.chance(0.3) {
+        log.set("memory", memory.pick(&["summary", "detailed", "detailed"]));
+    }
     job.set("log", log);
     let threads = scale.either(draw.pick(&[1, 2, 2, 3, 4]), 2);
     GeneratedJob { seed, job, files, threads, needs_initial_weights: begins_with_weights, disturbance: trial }
