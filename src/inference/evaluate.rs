@@ -107,6 +107,7 @@ impl Evaluation {
                 names.iter().zip(&found.classes).map(|(name, class)| (name.clone(), json!(class))).collect();
             metrics.insert("classes".into(), classes.into());
             document["confusion"] = json!({ "classes": names, "matrix": found.confusion });
+            document["calibration"] = json!(found.calibration);
         }
         if let TaskMetrics::MultiLabel { names, metrics: found } = &self.metrics {
             let labels: Map<String, Value> =

@@ -2,7 +2,7 @@
 
 use std::io;
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize, Serializer};
 
 use super::scores::ClassScores;
 use super::{argmax, softmax};
@@ -18,20 +18,49 @@ pub struct ClassificationSums {
     log_loss: f64,
     /// `classes` rows of the true class, `classes` columns of the predicted one.
     confusion: Vec<u64>,
-    bins: [CalibrationBin; CALIBRATION_BINS],
+    bins: [ConfidenceSums; CALIBRATION_BINS],
     scores: Option<ClassScores>,
     probabilities: Vec<f64>,
 }
 
 #[derive(Clone, Copy, Default)]
-struct CalibrationBin {
+struct ConfidenceSums {
     samples: u64,
     correct: u64,
     confidence: f64,
 }
 
+/// The samples whose confidence, the probability of the predicted class, lies in one of 15 equal intervals of (0, 1].
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct CalibrationBin {
+    pub samples: u64,
+    /// Mean of the confidence; 0 without samples.
+    pub confidence: f64,
+    /// Fraction predicted correctly; 0 without samples.
+    pub accuracy: f64,
+}
+
+/// Samples by true class (rows) and predicted class (columns).
+#[derive(Clone, Debug, PartialEq)]
+pub struct Confusion {
+    classes: usize,
+    counts: Vec<u64>,
+}
+
+impl Confusion {
+    pub fn rows(&self) -> impl Iterator<Item = &[u64]> {
+        self.counts.chunks(self.classes.max(1))
+    }
+}
+
+impl Serialize for Confusion {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_seq(self.rows())
+    }
+}
+
 /// Metrics of one class against the rest; a quotient without samples is 0.
-#[derive(Clone, Debug, PartialEq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ClassMetrics {
     pub precision: f64,
     pub recall: f64,
@@ -58,8 +87,9 @@ pub struct ClassificationMetrics {
     /// Mean over the classes that have one, each against the rest.
     pub roc_auc: Option<f64>,
     pub classes: Vec<ClassMetrics>,
-    /// Rows are true classes, columns predicted ones.
-    pub confusion: Vec<Vec<u64>>,
+    pub confusion: Confusion,
+    /// By confidence, lowest first.
+    pub calibration: Vec<CalibrationBin>,
 }
 
 impl ClassificationSums {
@@ -130,7 +160,12 @@ impl ClassificationSums {
         let known: Vec<f64> = aucs.iter().flatten().copied().collect();
         let samples = self.samples as f64;
         let correct: u64 = (0..n).map(|c| count(c, c)).sum();
-        let gap = |bin: &CalibrationBin| (bin.correct as f64 - bin.confidence).abs();
+        let gap = |bin: &ConfidenceSums| (bin.correct as f64 - bin.confidence).abs();
+        let bin = |bin: &ConfidenceSums| CalibrationBin {
+            samples: bin.samples,
+            confidence: bin.confidence / bin.samples.max(1) as f64,
+            accuracy: ratio(bin.correct, bin.samples),
+        };
         Ok(ClassificationMetrics {
             samples: self.samples,
             accuracy: correct as f64 / samples,
@@ -141,8 +176,10 @@ impl ClassificationSums {
             macro_recall: mean(|class| class.recall),
             macro_f1: mean(|class| class.f1),
             roc_auc: (!known.is_empty()).then(|| known.iter().sum::<f64>() / known.len() as f64),
-            confusion: self.confusion.chunks(n).map(<[u64]>::to_vec).collect(),
             classes,
+            calibration: self.bins.iter().map(bin).collect(),
+            // Moved, because that of many classes is large.
+            confusion: Confusion { classes: n, counts: self.confusion },
         })
     }
 }

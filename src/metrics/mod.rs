@@ -4,8 +4,10 @@
 //! except that scores beyond a limit of memory are kept in a temporary file ([`scores`]).
 
 pub mod classification;
+pub mod detail;
 pub mod multi_label;
 pub mod regression;
+pub mod residuals;
 pub mod scores;
 pub mod task;
 

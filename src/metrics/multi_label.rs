@@ -2,7 +2,7 @@
 
 use std::io;
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use super::scores::ClassScores;
 use super::sigmoid;
@@ -28,7 +28,7 @@ struct LabelCounts {
 }
 
 /// Metrics of one label; a quotient without samples is 0.
-#[derive(Clone, Debug, PartialEq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct LabelMetrics {
     pub precision: f64,
     pub recall: f64,

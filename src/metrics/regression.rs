@@ -1,6 +1,6 @@
 //! Metrics of regression, per target and in the target's own units.
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 /// Sums over samples of one target.
 #[derive(Clone, Copy, Debug, Default)]
@@ -13,7 +13,7 @@ pub struct RegressionSums {
     deviations: f64,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct RegressionMetrics {
     pub rmse: f64,
     pub mae: f64,

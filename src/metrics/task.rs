@@ -3,8 +3,10 @@
 use std::io;
 
 use super::classification::{ClassificationMetrics, ClassificationSums};
+use super::detail::{self, MAX_TARGETS};
 use super::multi_label::{MultiLabelMetrics, MultiLabelSums};
 use super::regression::{RegressionMetrics, RegressionSums};
+use super::residuals::{ResidualSums, Residuals};
 use super::scores::{self, ClassScores};
 use crate::base::features::{Features, TargetSpec};
 
@@ -44,7 +46,14 @@ impl TargetRows<'_> {
 pub enum TaskSums {
     Classification { names: Vec<String>, sums: Box<ClassificationSums> },
     MultiLabel { names: Vec<String>, sums: MultiLabelSums },
-    Regression { targets: Vec<TargetScale>, sums: Vec<RegressionSums>, squared: f64, values: u64 },
+    Regression {
+        targets: Vec<TargetScale>,
+        sums: Vec<RegressionSums>,
+        /// Of the first targets.
+        residuals: Vec<ResidualSums>,
+        squared: f64,
+        values: u64,
+    },
 }
 
 /// Memory for scores; samples beyond it go to a temporary file.
@@ -81,6 +90,7 @@ impl TaskSums {
             TargetSpec::Values { len } => Some(Self::Regression {
                 targets: scales,
                 sums: vec![RegressionSums::default(); len],
+                residuals: detail::residual_sums(len, samples),
                 squared: 0.0,
                 values: 0,
             }),
@@ -91,9 +101,9 @@ impl TaskSums {
     /// Bytes that the sums take at most, for `samples` samples.
     pub fn bytes(features: &Features, samples: u64, memory: ScoreMemory) -> u64 {
         let outputs = features.target.names().len().max(features.unweighted_target_len());
-        let confusion = match features.target {
-            // Once more when the metrics are computed.
-            TargetSpec::Class { .. } | TargetSpec::MixedClass { .. } => 2 * 8 * outputs * outputs,
+        let counts = match features.target {
+            TargetSpec::Class { .. } | TargetSpec::MixedClass { .. } => 8 * outputs * outputs,
+            TargetSpec::Values { len } => len.min(MAX_TARGETS) * ResidualSums::BYTES,
             _ => 0,
         };
         let names: usize = features.target.names().iter().map(|name| name.len() + size_of::<String>()).sum();
@@ -101,7 +111,7 @@ impl TaskSums {
             ScoreMemory::None => 0,
             ScoreMemory::Bytes(bytes) => scores::held_bytes(outputs, samples, bytes),
         };
-        (confusion + names + 160 * outputs + (16 << 10)) as u64 + scores
+        (counts + names + 160 * outputs + (16 << 10)) as u64 + scores
     }
 
     /// Adds the samples of a batch.
@@ -119,16 +129,19 @@ impl TaskSums {
                 let mut rows = rows.zip(truths.chunks_exact(per_row.max(1)));
                 rows.try_for_each(|(row, truths)| sums.push(row, truths))
             }
-            (Self::Regression { targets, sums, squared, values }, TargetRows::Values(truths)) => {
+            (Self::Regression { targets, sums, residuals, squared, values }, TargetRows::Values(truths)) => {
                 let rows = outputs.chunks_exact(sums.len());
                 let per_row = truths.len() / rows.len().max(1);
                 for (row, truths) in rows.zip(truths.chunks_exact(per_row.max(1))) {
+                    let mut residuals = residuals.iter_mut();
                     for (((predicted, truth), scale), sums) in
                         row.iter().zip(truths).zip(&*targets).zip(&mut *sums)
                     {
                         *squared += (f64::from(*predicted) - f64::from(*truth)).powi(2);
                         *values += 1;
-                        sums.push(scale.restore(*predicted), scale.restore(*truth));
+                        let (predicted, truth) = (scale.restore(*predicted), scale.restore(*truth));
+                        sums.push(predicted, truth);
+                        residuals.next().into_iter().for_each(|sums| sums.push(predicted, truth));
                     }
                 }
                 Ok(())
@@ -143,12 +156,13 @@ impl TaskSums {
                 TaskMetrics::Classification { names, metrics: sums.finish()? }
             }
             Self::MultiLabel { names, sums } => TaskMetrics::MultiLabel { names, metrics: sums.finish()? },
-            Self::Regression { targets, sums, squared, values } => TaskMetrics::Regression {
+            Self::Regression { targets, sums, residuals, squared, values } => TaskMetrics::Regression {
                 targets: targets
                     .into_iter()
                     .map(|target| target.name)
                     .zip(sums.iter().map(RegressionSums::finish))
                     .collect(),
+                residuals: residuals.into_iter().map(ResidualSums::finish).collect(),
                 loss: squared / values as f64,
             },
         })
@@ -165,9 +179,11 @@ pub enum TaskMetrics {
         names: Vec<String>,
         metrics: MultiLabelMetrics,
     },
-    /// Per target: its name and its metrics; and the mean squared error of standardized values, as trained on.
+    /// Per target: its name and its metrics; the residuals of the first targets; and the mean squared error of
+    /// standardized values, as trained on.
     Regression {
         targets: Vec<(String, RegressionMetrics)>,
+        residuals: Vec<Residuals>,
         loss: f64,
     },
     Language {
@@ -204,7 +220,7 @@ impl TaskMetrics {
                 ("f1_macro", Some(m.f1_macro)),
                 ("average_precision", m.average_precision),
             ]),
-            TaskMetrics::Regression { targets, loss } => {
+            TaskMetrics::Regression { targets, loss, .. } => {
                 let several = targets.len() > 1;
                 let of = |m: &RegressionMetrics| [("rmse", Some(m.rmse)), ("mae", Some(m.mae)), ("r2", m.r2)];
                 let mean = |i: usize| {

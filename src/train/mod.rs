@@ -6,6 +6,7 @@ pub mod data_wait;
 pub mod datasets;
 pub mod early_stop;
 pub mod engine;
+pub mod evaluation_file;
 mod failure;
 pub mod fault_injection;
 #[cfg(feature = "cuda")]

@@ -14,6 +14,7 @@ mod update;
 mod update_error;
 
 use std::collections::BTreeMap;
+use std::path::PathBuf;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use candle_core::DType;
@@ -22,6 +23,7 @@ use super::Failure;
 use super::checkpoint::{CheckpointState, Checkpoints, FORMAT};
 use super::early_stop::StopReason;
 use super::memory_snapshot::SnapshotReason;
+use super::evaluation_file::EvaluationFile;
 use super::postmortem::PostMortem;
 use super::retry::Backoff;
 use super::run_dir::RunDir;
@@ -89,7 +91,7 @@ pub fn run_plan(
     let mut step = 0;
     let result = RunContext::new(setup, &options, &folder, exec_plan, graphs, &mut report).and_then(|ctx| {
         let memory = MemoryControl::new(plan, backoff, options.pressure_monitor.clone());
-        let mut run = Run::new(ctx, memory, RunCheckpoints::new(&folder, setup));
+        let mut run = Run::new(ctx, memory, &folder);
         let outcome = run.load(newest).and_then(|()| run.train());
         step = run.ctx.position.step;
         outcome
@@ -120,6 +122,7 @@ struct Run<'a> {
     clock: RunClock,
     memory: MemoryControl,
     evaluation: Evaluation,
+    evaluation_file: PathBuf,
     checkpoints: RunCheckpoints,
     skipped_records: SkippedRecordLog,
     grad_scaler: GradScaler,
@@ -140,13 +143,15 @@ struct DeferredWork {
 }
 
 impl<'a> Run<'a> {
-    fn new(ctx: RunContext<'a>, memory: MemoryControl, checkpoints: RunCheckpoints) -> Self {
+    fn new(ctx: RunContext<'a>, memory: MemoryControl, folder: &RunDir) -> Self {
+        let checkpoints = RunCheckpoints::new(folder, ctx.setup);
         let f16 = ctx.setup.dtype == DType::F16;
         Self {
             ctx,
             clock: RunClock::start(),
             memory,
             evaluation: Evaluation::default(),
+            evaluation_file: folder.evaluation(),
             checkpoints,
             skipped_records: SkippedRecordLog::default(),
             grad_scaler: if f16 { GradScaler::dynamic() } else { GradScaler::disabled() },
@@ -285,6 +290,11 @@ impl<'a> Run<'a> {
         self.ctx.snapshot_memory(SnapshotReason::Evaluation)?;
         if continued {
             self.evaluation.train_sums = train_sums;
+        }
+        // Before the checkpoint says that the evaluation is done: a resumed run repeats it otherwise.
+        if let Some(detail) = self.evaluation.detail.take() {
+            let best = self.evaluation.best.map(|(_, step)| step);
+            EvaluationFile::update(&self.evaluation_file, step, detail, best)?;
         }
         self.checkpoints.save_evaluation(&self.state())?;
         let metric = self.ctx.setup.job.checkpoint.best.name();

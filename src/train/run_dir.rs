@@ -58,6 +58,16 @@ impl RunDir {
         self.root.join("summary.json")
     }
 
+    /// What the best and the last evaluation found besides their metrics.
+    pub fn evaluation(&self) -> PathBuf {
+        self.root.join("evaluation.json")
+    }
+
+    /// How the model continues the prompts of the job.
+    pub fn generated(&self) -> PathBuf {
+        self.root.join("generated.json")
+    }
+
     /// Post-mortem of a run that ran out of memory for good.
     pub fn oom(&self) -> PathBuf {
         self.root.join("oom.json")
@@ -109,6 +119,8 @@ impl RunDir {
             self.tokenizer(),
             self.preprocessing(),
             self.summary(),
+            self.evaluation(),
+            self.generated(),
             self.oom(),
             self.metrics(),
             self.mlflow(),

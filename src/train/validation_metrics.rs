@@ -10,6 +10,7 @@ use crate::data::{BatchValues, Dataset, HostBatch};
 use crate::job::{Job, Metric};
 use crate::kernels::cross_entropy::IGNORE_INDEX;
 use crate::layers::loss::MetricSums;
+use crate::metrics::detail::TaskDetail;
 use crate::metrics::task::{ScoreMemory, TargetRows, TaskSums, bits_per_byte};
 use crate::models::ModelError;
 
@@ -20,6 +21,8 @@ const SCORE_BYTES: usize = 16 << 20;
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct RequestedMetrics {
     pub metrics: Vec<Metric>,
+    /// Whether the run keeps the detail of evaluations.
+    detail: bool,
     /// Host bytes of the sums behind them; 0 if the sums of the loss suffice.
     pub bytes: u64,
 }
@@ -49,16 +52,20 @@ impl RequestedMetrics {
                 metrics.push(metric);
             }
         }
-        let mut requested = Self { metrics, bytes: 0 };
+        let detail = TaskDetail::exists_for(&features.target);
+        let mut requested = Self { metrics, detail, bytes: 0 };
         if requested.needs_outputs() {
             requested.bytes = TaskSums::bytes(features, valid_samples, requested.score_memory());
+        }
+        if detail {
+            requested.bytes += TaskDetail::bytes(features);
         }
         Ok(requested)
     }
 
-    /// Whether they follow from the outputs of the model only.
+    /// Whether they, or the detail, follow from the outputs of the model only.
     pub fn needs_outputs(&self) -> bool {
-        self.metrics.iter().any(|metric| metric.needs_outputs())
+        self.detail || self.metrics.iter().any(|metric| metric.needs_outputs())
     }
 
     fn score_memory(&self) -> ScoreMemory {
@@ -133,13 +140,12 @@ impl<'a> ValidationMetrics<'a> {
         }
     }
 
-    /// The values by name, such as `valid.accuracy`.
-    pub fn finish(self) -> Result<BTreeMap<String, f64>, Failure> {
+    /// The values by name, such as `valid.accuracy`, and the detail of the task, if it has one.
+    pub fn finish(self) -> Result<(BTreeMap<String, f64>, Option<TaskDetail>), Failure> {
         let (sums, fraction) = (self.sums, |n: u64| n as f64 / self.sums.count as f64);
-        let found = match self.outputs {
-            Some(metrics) => metrics.finish().map_err(score_error)?.values(),
-            None => Vec::new(),
-        };
+        let found = self.outputs.map(TaskSums::finish).transpose().map_err(score_error)?;
+        let detail = found.as_ref().filter(|_| self.requested.detail).and_then(TaskDetail::of);
+        let found = found.map_or_else(Vec::new, |found| found.values());
         let mut values = BTreeMap::from([("valid.loss".to_owned(), super::run::mean_loss(&sums))]);
         for metric in &self.requested.metrics {
             let name = metric.name();
@@ -160,7 +166,7 @@ impl<'a> ValidationMetrics<'a> {
             let own = found.iter().filter(|(found, _)| found == name || found.starts_with(&of_target));
             values.extend(own.map(|(found, value)| (format!("valid.{found}"), *value)));
         }
-        Ok(values)
+        Ok((values, detail))
     }
 }
 

@@ -15,6 +15,7 @@ use crate::data::split::DatasetSplit;
 use crate::events::activity::Work;
 use crate::events::event::Event;
 use crate::layers::loss::MetricSums;
+use crate::metrics::detail::TaskDetail;
 use crate::planner::estimate::EVALUATION_METRICS;
 use crate::train::Failure;
 use crate::train::early_stop::StopProgress;
@@ -26,6 +27,8 @@ pub(super) struct Evaluation {
     pub due: bool,
     /// The last values of the metrics.
     pub metrics: BTreeMap<String, f64>,
+    /// What the last evaluation found besides them, until it is written.
+    pub detail: Option<TaskDetail>,
     /// Best value of the job's `checkpoint.best` so far, and the step that reached it.
     pub best: Option<(f64, u64)>,
     /// What decides whether the run stops early.
@@ -80,7 +83,7 @@ impl Evaluation {
         memory.reset_retries();
         ctx.report_cudnn_disabled()?;
         ctx.engine.swap_average()?;
-        self.metrics = metrics.unwrap_or_else(|| ValidationMetrics::new(setup)).finish()?;
+        (self.metrics, self.detail) = metrics.unwrap_or_else(|| ValidationMetrics::new(setup)).finish()?;
         self.metrics.extend(train_metrics(&std::mem::take(&mut self.train_sums), setup.features()));
         self.due = false;
         let step = ctx.position.step;

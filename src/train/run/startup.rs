@@ -268,6 +268,7 @@ impl Run<'_> {
             self.evaluation = Evaluation {
                 due: state.evaluation_due,
                 metrics: state.metrics,
+                detail: None,
                 best: state.best,
                 stop: state.stop,
                 train_sums: state.train_sums,
