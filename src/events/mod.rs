@@ -16,6 +16,7 @@ use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use crate::memory::resident_limit;
+use crate::metrics::histogram::Histogram;
 
 pub use activity::Activity;
 pub use event::{Event, EventRecord};
@@ -28,6 +29,11 @@ pub trait Sink: Send {
     fn name(&self) -> String;
 
     fn record(&mut self, record: &EventRecord) -> io::Result<()>;
+
+    /// The distribution of a tensor's values after update `step`, at time `t`. Not an event: it is too large for a log.
+    fn histogram(&mut self, _t: f64, _step: u64, _name: &str, _histogram: &Histogram) -> io::Result<()> {
+        Ok(())
+    }
 
     /// A message to people that is not an event: another sink failed.
     fn warn(&mut self, _text: &str) -> io::Result<()> {
@@ -92,6 +98,17 @@ impl Reporter {
     pub fn record(&mut self, event: Event) -> Result<(), ReportError> {
         let record = EventRecord { t: (self.clock)(), event };
         self.for_each_sink(|sink| sink.record(&record))
+    }
+
+    /// Passes the distribution of a tensor's values after update `step` to every sink.
+    pub fn record_histogram(
+        &mut self,
+        step: u64,
+        name: &str,
+        histogram: &Histogram,
+    ) -> Result<(), ReportError> {
+        let t = (self.clock)();
+        self.for_each_sink(|sink| sink.histogram(t, step, name, histogram))
     }
 
     /// Finishes every sink: clears progress bars, syncs files.

@@ -39,6 +39,11 @@ impl ModelConfig {
         matches!(self, Self::Mlp(_) | Self::Layers(_))
     }
 
+    /// Whether it predicts the next token of a text.
+    pub fn generates_text(&self) -> bool {
+        matches!(self, Self::Gpt(_) | Self::Llama(_))
+    }
+
     /// The name of its `kind`.
     pub fn kind(&self) -> &'static str {
         match self {

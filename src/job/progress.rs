@@ -6,6 +6,8 @@ use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
 use serde::de::Error;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
+use super::data::one_or_many::{list_of_one_or_many, one_or_list};
+
 /// How often something happens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Interval {
@@ -18,7 +20,7 @@ pub enum Interval {
 }
 
 /// Evaluation on the validation set.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 #[schemars(extend("x-one-of" = ["every_epochs", "every_steps"]))]
 pub struct EvalConfig {
@@ -44,6 +46,35 @@ pub struct EvalConfig {
     #[schemars(range(min = 1, max = 1_048_576))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub batch_size: Option<usize>,
+    /// Texts that a language model (`gpt`, `llama`) continues once it is trained, always with the most probable token, for
+    /// `report.html`: one or a list of them.
+    #[serde(skip_serializing_if = "Vec::is_empty", deserialize_with = "list_of_one_or_many")]
+    #[schemars(length(max = 32), transform = one_or_list)]
+    pub prompts: Vec<String>,
+    /// New tokens after each of `prompts`, at most, 64 if absent; the context of the model may end a text earlier.
+    #[schemars(range(min = 1, max = 65_536))]
+    #[serde(skip_serializing_if = "is_default_prompt_tokens")]
+    pub prompt_tokens: usize,
+}
+
+const PROMPT_TOKENS: usize = 64;
+
+fn is_default_prompt_tokens(tokens: &usize) -> bool {
+    *tokens == PROMPT_TOKENS
+}
+
+impl Default for EvalConfig {
+    fn default() -> Self {
+        Self {
+            every_epochs: None,
+            every_steps: None,
+            at_start: false,
+            metrics: None,
+            batch_size: None,
+            prompts: Vec::new(),
+            prompt_tokens: PROMPT_TOKENS,
+        }
+    }
 }
 
 impl EvalConfig {
@@ -279,8 +310,11 @@ pub struct LogConfig {
     /// Updates between two `step` events.
     #[schemars(range(min = 1, max = 1_000_000_000))]
     pub every_steps: u64,
-    /// Write TensorBoard files into the run's folder.
+    /// Write TensorBoard files into the run's folder: metrics, and the confusion matrix of the best evaluation.
     pub tensorboard: bool,
+    /// Also write a histogram of each trained parameter at every evaluation, for TensorBoard.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub histograms: bool,
     /// Send parameters and metrics to the MLflow tracking server at this address, such as `http://localhost:5000`, in an
     /// experiment of the job's `name`. A server that does not answer is a warning. `https` needs a build with
     /// `--features https`.
@@ -295,7 +329,14 @@ pub struct LogConfig {
 
 impl Default for LogConfig {
     fn default() -> Self {
-        Self { every_steps: 10, tensorboard: true, mlflow: None, report: true, memory: MemoryLog::Summary }
+        Self {
+            every_steps: 10,
+            tensorboard: true,
+            histograms: false,
+            mlflow: None,
+            report: true,
+            memory: MemoryLog::Summary,
+        }
     }
 }
 

@@ -49,6 +49,13 @@ pub(super) fn contradictions(job: &Job, tree: &DeTable) -> Vec<SpannedError> {
             );
         }
     }
+    if job.log.histograms && !job.log.tensorboard {
+        report(
+            "log.histograms",
+            "`log.histograms` needs `log.tensorboard`, which shows them".into(),
+            "remove it, or `tensorboard = false`".into(),
+        );
+    }
     if let OptimizerConfig::Sgd(sgd) = &job.optimizer
         && sgd.nesterov
         && sgd.momentum == 0.0
@@ -114,6 +121,33 @@ pub(super) fn contradictions(job: &Job, tree: &DeTable) -> Vec<SpannedError> {
                 key,
                 format!("`{key}` is \"valid.{name}\", which is not in `eval.metrics`"),
                 format!("add \"{name}\" to `eval.metrics`"),
+            );
+        }
+    }
+    if !job.eval.prompts.is_empty() {
+        let (kind, source) = (job.model.kind(), &job.data.source);
+        let has_text = match source {
+            SourceConfig::Text(_) | SourceConfig::Jsonl(JsonlConfig { label: None, .. }) => true,
+            SourceConfig::Tokens(tokens) => tokens.tokenizer.is_some(),
+            _ => false,
+        };
+        if !job.model.generates_text() {
+            report(
+                "eval.prompts",
+                format!(
+                    "`eval.prompts` needs a language model, and models of kind `{kind}` generate no text"
+                ),
+                "remove it, or use a model of kind `gpt` or `llama`".into(),
+            );
+        } else if !has_text {
+            report(
+                "eval.prompts",
+                format!(
+                    "`eval.prompts` needs text, and data of kind `{}` has no tokenizer here",
+                    source.kind()
+                ),
+                "use data of kind `text` or `jsonl` without `label`, or name the `tokenizer` of `tokens`"
+                    .into(),
             );
         }
     }

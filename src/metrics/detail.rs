@@ -21,8 +21,6 @@ const MAX_PAIRS: usize = 50;
 const MAX_CLASSES: usize = 1024;
 /// Targets of a regression whose residuals are kept.
 pub const MAX_TARGETS: usize = 8;
-/// Bytes of a detail as it is written and read, at most, without its names.
-const DOCUMENT_BYTES: u64 = 384 << 10;
 
 /// The detail of one evaluation.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -102,7 +100,15 @@ impl TaskDetail {
     /// Bytes that a detail, its text and the one it replaces take at most.
     pub fn bytes(features: &Features) -> u64 {
         let names: usize = features.target.names().iter().map(String::len).sum();
-        DOCUMENT_BYTES + 8 * names as u64
+        // Two of them as values, and their text: counts are few digits, numbers seventeen.
+        let document = match &features.target {
+            TargetSpec::Values { len } => len.min(&MAX_TARGETS) * (48 << 10),
+            target => {
+                let listed = target.names().len().min(MAX_LISTED);
+                40 * listed * listed + 1024 * listed
+            }
+        };
+        (document + 8 * names + (16 << 10)) as u64
     }
 
     /// The detail behind these metrics; `None` if there were no samples, if a value is not finite, or for text.
@@ -215,7 +221,10 @@ mod tests {
         assert_eq!(found.confusion, Some(vec![vec![1, 0, 0], vec![0, 0, 1], vec![0, 0, 1]]));
         let pair = ConfusedPair { truth: "c1".into(), predicted: "c2".into(), samples: 1 };
         assert_eq!(found.confused, [pair]);
-        assert_eq!(found.classes.iter().map(|class| class.metrics.f1).collect::<Vec<_>>(), [1.0, 0.0, 2.0 / 3.0]);
+        assert_eq!(
+            found.classes.iter().map(|class| class.metrics.f1).collect::<Vec<_>>(),
+            [1.0, 0.0, 2.0 / 3.0]
+        );
         assert_eq!((found.calibration.len(), found.calibration[14].samples), (15, 3));
         assert!((found.calibration[14].accuracy - 2.0 / 3.0).abs() < 1e-12);
     }

@@ -5,6 +5,7 @@
 
 pub mod classification;
 pub mod detail;
+pub mod histogram;
 pub mod multi_label;
 pub mod regression;
 pub mod residuals;

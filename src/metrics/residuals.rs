@@ -54,7 +54,8 @@ impl ResidualSums {
 
     pub fn push(&mut self, predicted: f64, truth: f64) {
         let error = predicted - truth;
-        let number = |sample: u64| u128::from(sample) * u128::from(MAX_PAIRS) / u128::from(self.samples.max(1));
+        let number =
+            |sample: u64| u128::from(sample) * u128::from(MAX_PAIRS) / u128::from(self.samples.max(1));
         // The first sample of each of 500 equal parts of the set.
         let is_taken = self.seen == 0 || number(self.seen) > number(self.seen - 1);
         self.seen += 1;
@@ -110,7 +111,10 @@ mod tests {
         let found = residuals(&[0.0, 3.0, -2.5, 0.5, 31.0, f64::NAN]);
         assert_eq!((found.width, found.start, found.not_finite), (1.0, -3.0, 1));
         assert_eq!((found.counts.len(), found.counts[0], found.counts[3], found.counts[34]), (35, 1, 2, 1));
-        assert_eq!(residuals(&[]), Residuals { width: MIN_WIDTH, start: -32.0 * MIN_WIDTH, ..Residuals::default() });
+        assert_eq!(
+            residuals(&[]),
+            Residuals { width: MIN_WIDTH, start: -32.0 * MIN_WIDTH, ..Residuals::default() }
+        );
     }
 
     #[test]

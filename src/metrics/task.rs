@@ -44,8 +44,14 @@ impl TargetRows<'_> {
 
 /// What the metrics of a task are computed from.
 pub enum TaskSums {
-    Classification { names: Vec<String>, sums: Box<ClassificationSums> },
-    MultiLabel { names: Vec<String>, sums: MultiLabelSums },
+    Classification {
+        names: Vec<String>,
+        sums: Box<ClassificationSums>,
+    },
+    MultiLabel {
+        names: Vec<String>,
+        sums: MultiLabelSums,
+    },
     Regression {
         targets: Vec<TargetScale>,
         sums: Vec<RegressionSums>,

@@ -3,6 +3,7 @@
 
 mod axes;
 pub mod chart;
+mod confusion_image;
 pub mod data;
 mod event_lines;
 #[cfg(test)]

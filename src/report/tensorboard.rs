@@ -10,23 +10,29 @@ use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 
+use super::confusion_image;
 use crate::events::Sink;
 use crate::events::event::{Event, EventRecord};
 use crate::job::{Job, job_values};
+use crate::metrics::detail::TaskDetail;
+use crate::metrics::histogram::Histogram;
+use crate::train::evaluation_file::{EvaluationFile, StepDetail};
 
-/// Scalars of a run, in a folder of event files.
+/// Scalars, images and histograms of a run, in a folder of event files.
 pub struct TensorBoard {
     folder: PathBuf,
     /// Opened by the first record, whose time names the file.
     file: Option<File>,
     /// The job by key, as JSON; empty without [`with_hparams`](Self::with_hparams).
     hparams: Vec<(String, Value)>,
+    /// `evaluation.json` of the run, which has the confusion matrix of the best evaluation.
+    evaluation: Option<PathBuf>,
 }
 
 impl TensorBoard {
     /// Writes under `folder`, created if absent, beside the files of earlier sessions.
     pub fn new(folder: &Path) -> Self {
-        Self { folder: folder.to_owned(), file: None, hparams: Vec::new() }
+        Self { folder: folder.to_owned(), file: None, hparams: Vec::new(), evaluation: None }
     }
 
     /// Also writes the job for the hparams plugin, which compares runs by it.
@@ -37,6 +43,22 @@ impl TensorBoard {
         };
         self.hparams = job_values(&job.to_json()).into_iter().map(parsed).collect();
         self
+    }
+
+    /// Also writes the confusion matrix of each evaluation that is the best so far, read from this file.
+    pub fn read_evaluations(&mut self, file: PathBuf) {
+        self.evaluation = Some(file);
+    }
+
+    /// The confusion matrix of the best evaluation, if it is that of `step` and has one.
+    fn confusion(&self, t: f64, step: u64) -> io::Result<Option<Vec<u8>>> {
+        let best = self.evaluation.as_ref().and_then(|file| EvaluationFile::read(file)?.best);
+        let Some(StepDetail { detail: TaskDetail::Classification(detail), .. }) =
+            best.filter(|best| best.step == step)
+        else {
+            return Ok(None);
+        };
+        detail.confusion.map(|matrix| image(t, step, "valid/confusion", &matrix)).transpose()
     }
 
     fn file(&mut self, t: f64) -> io::Result<&mut File> {
@@ -98,9 +120,18 @@ impl Sink for TensorBoard {
                 let tags: Vec<(&str, f64)> = tags.iter().map(|(tag, value)| (tag.as_str(), *value)).collect();
                 scalars(record.t, *step, &tags)
             }
+            Event::Best { step, .. } => match self.confusion(record.t, *step)? {
+                Some(payload) => payload,
+                None => return Ok(()),
+            },
             _ => return Ok(()),
         };
         self.file(record.t)?.write_all(&frame(&payload))
+    }
+
+    fn histogram(&mut self, t: f64, step: u64, name: &str, histogram: &Histogram) -> io::Result<()> {
+        let payload = histogram_event(t, step, &format!("weights/{name}"), histogram);
+        self.file(t)?.write_all(&frame(&payload))
     }
 }
 
@@ -112,6 +143,31 @@ fn scalars(t: f64, step: u64, values: &[(&str, f64)]) -> Vec<u8> {
         })
     });
     encode(|m| m.double(1, t).int(2, step).bytes(5, &summary))
+}
+
+/// An `Event` with a `Summary` of one image.
+fn image(t: f64, step: u64, tag: &str, matrix: &[Vec<u64>]) -> io::Result<Vec<u8>> {
+    const GRAYSCALE: u64 = 1;
+    let (png, size) = confusion_image::png(matrix)?;
+    let size = u64::from(size);
+    let image = encode(|m| m.int(1, size).int(2, size).int(3, GRAYSCALE).bytes(4, &png));
+    let value = encode(|m| m.bytes(1, tag.as_bytes()).bytes(4, &image));
+    Ok(encode(|m| m.double(1, t).int(2, step).bytes(5, &encode(|m| m.bytes(1, &value)))))
+}
+
+/// An `Event` with a `Summary` of one `HistogramProto`.
+fn histogram_event(t: f64, step: u64, tag: &str, histogram: &Histogram) -> Vec<u8> {
+    let packed =
+        |values: &mut dyn Iterator<Item = f64>| -> Vec<u8> { values.flat_map(f64::to_le_bytes).collect() };
+    let limits = packed(&mut histogram.limits.iter().copied());
+    let counts = packed(&mut histogram.counts.iter().map(|count| *count as f64));
+    let Histogram { min, max, count, sum, sum_squares, .. } = *histogram;
+    let proto = encode(|m| {
+        let m = m.double(1, min).double(2, max).double(3, count as f64).double(4, sum).double(5, sum_squares);
+        m.bytes(6, &limits).bytes(7, &counts)
+    });
+    let value = encode(|m| m.bytes(1, tag.as_bytes()).bytes(5, &proto));
+    encode(|m| m.double(1, t).int(2, step).bytes(5, &encode(|m| m.bytes(1, &value))))
 }
 
 /// How a session of the hparams plugin ended.
@@ -165,7 +221,7 @@ fn frame(payload: &[u8]) -> Vec<u8> {
     [&length[..], &masked_crc(&length), payload, &masked_crc(payload)].concat()
 }
 
-/// The part of the protobuf wire format that scalars need.
+/// The part of the protobuf wire format that these messages need.
 struct ProtoMessage(Vec<u8>);
 
 fn encode(build: impl FnOnce(&mut ProtoMessage) -> &mut ProtoMessage) -> Vec<u8> {
@@ -268,6 +324,26 @@ mod tests {
         assert!(start.windows(content.len()).any(|part| part == content), "{start:?}");
         assert_eq!(hparam(&serde_json::json!([8, 4])), [&[0x1a, 5][..], b"[8,4]"].concat());
         assert_eq!(hparam(&0.5.into()), [&[0x11][..], &0.5f64.to_le_bytes()].concat());
+    }
+
+    #[test]
+    fn a_histogram_is_encoded_to_the_byte() {
+        let histogram = Histogram {
+            min: -1.0,
+            max: 1.0,
+            count: 3,
+            sum: 0.5,
+            sum_squares: 2.25,
+            limits: vec![0.0, 1.0],
+            counts: vec![1, 2],
+        };
+        let doubles = |values: &[f64]| values.iter().flat_map(|x| x.to_le_bytes()).collect::<Vec<u8>>();
+        let numbers = [(0x09, -1.0), (0x11, 1.0), (0x19, 3.0), (0x21, 0.5), (0x29, 2.25)];
+        let numbers = numbers.map(|(key, x): (u8, f64)| [&[key][..], &x.to_le_bytes()].concat()).concat();
+        let lists = [&[0x32, 16][..], &doubles(&[0.0, 1.0]), &[0x3a, 16], &doubles(&[1.0, 2.0])].concat();
+        let value = [&[0x0a, 1, b'w', 0x2a, 81][..], &numbers, &lists].concat();
+        let event = histogram_event(1.5, 7, "w", &histogram);
+        assert!(event.ends_with(&[&[0x2a, 88, 0x0a, 86][..], &value].concat()), "{event:?}");
     }
 
     #[test]

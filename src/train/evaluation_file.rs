@@ -49,7 +49,8 @@ impl EvaluationFile {
                 Self { best: kept.filter(|kept| best == Some(kept.step)), last: Some(evaluation) }
             }
         };
-        let mut text = serde_json::to_vec(&file).map_err(std::io::Error::from).map_err(Failure::io("write", path))?;
+        let mut text =
+            serde_json::to_vec(&file).map_err(std::io::Error::from).map_err(Failure::io("write", path))?;
         text.push(b'\n');
         write_atomic(path, &text)
     }

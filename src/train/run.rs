@@ -12,6 +12,7 @@ mod skipped_records;
 mod startup;
 mod update;
 mod update_error;
+mod weight_histograms;
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -36,6 +37,8 @@ use crate::layers::loss::MetricSums;
 use crate::memory::measure;
 use crate::optim::grad_scaler::GradScaler;
 use crate::planner::MemoryPlan;
+
+pub(super) use weight_histograms::BYTES as HISTOGRAM_BYTES;
 
 pub use options::{Observer, RunOptions, RunOutcome};
 
@@ -291,6 +294,7 @@ impl<'a> Run<'a> {
         if continued {
             self.evaluation.train_sums = train_sums;
         }
+        weight_histograms::report(&mut self.ctx)?;
         // Before the checkpoint says that the evaluation is done: a resumed run repeats it otherwise.
         if let Some(detail) = self.evaluation.detail.take() {
             let best = self.evaluation.best.map(|(_, step)| step);

@@ -4,6 +4,7 @@
 use std::collections::BTreeMap;
 
 use super::Failure;
+use super::run::HISTOGRAM_BYTES;
 use super::setup::Setup;
 use crate::base::features::{Features, TargetSpec};
 use crate::data::{BatchValues, Dataset, HostBatch};
@@ -23,7 +24,7 @@ pub struct RequestedMetrics {
     pub metrics: Vec<Metric>,
     /// Whether the run keeps the detail of evaluations.
     detail: bool,
-    /// Host bytes of the sums behind them; 0 if the sums of the loss suffice.
+    /// Host bytes of what an evaluation computes besides the sums of the loss.
     pub bytes: u64,
 }
 
@@ -59,6 +60,9 @@ impl RequestedMetrics {
         }
         if detail {
             requested.bytes += TaskDetail::bytes(features);
+        }
+        if job.log.histograms {
+            requested.bytes += HISTOGRAM_BYTES;
         }
         Ok(requested)
     }

@@ -11,6 +11,7 @@ use crate::events::event::Event;
 use crate::graph::network::StepError;
 use crate::job::MemoryLog;
 use crate::memory::{Oom, RefusedBy, Reservation};
+use crate::metrics::histogram::Histogram;
 use crate::planner::ExecutionPlan;
 use crate::train::Failure;
 use crate::train::engine::{Engine, Ledgers};
@@ -68,6 +69,11 @@ impl<'a> RunContext<'a> {
 
     pub fn record(&mut self, event: Event) -> Result<(), Failure> {
         Ok(self.report.record(event)?)
+    }
+
+    /// Passes the distribution of a tensor's values to the sinks.
+    pub fn record_histogram(&mut self, name: &str, histogram: &Histogram) -> Result<(), Failure> {
+        Ok(self.report.record_histogram(self.position.step, name, histogram)?)
     }
 
     /// Begins work of which `total` samples will be counted.
