@@ -5,14 +5,15 @@ use std::fmt::Display;
 use std::io::{self, IsTerminal};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
+use std::sync::Arc;
 use std::time::Duration;
 
 use clap::Args;
 
-use super::{CliError, CommonArgs, DeviceArg, Exit, JobFile, plan, start_threads};
+use super::{CliError, CommonArgs, DeviceArg, Exit, JobFile, plan, report, start_threads};
 use crate::base::units::Bytes;
 use crate::events::{EventLog, JsonStream, MetricsLog, Reporter, Summary};
-use crate::job::Job;
+use crate::job::{EvalConfig, Job};
 use crate::memory::pressure::PressureMonitor;
 use crate::memory::{alloc_failure, pressure, probe};
 use crate::planner::budget;
@@ -97,6 +98,10 @@ impl FitArgs {
             // Not in the worker, whose memory is planned.
             if job.log.report && !matches!(code, Ok(code) if code == i32::from(Exit::Usage.code())) {
                 write_report(folder, common.quiet);
+                if matches!(code, Ok(0)) && !job.eval.prompts.is_empty() {
+                    write_texts(folder, &job.eval, common);
+                    write_report(folder, common.quiet);
+                }
             }
             return Ok(Exit::Worker(code? as u8));
         }
@@ -155,7 +160,8 @@ impl FitArgs {
             let mut reporter = Reporter::default().with_required(EventLog::open(&folder.events())?);
             reporter = reporter.with_optional(MetricsLog::open(&folder.metrics())?);
             if logged.log.tensorboard {
-                let tensorboard = TensorBoard::new(&folder.tensorboard()).with_hparams(&logged);
+                let mut tensorboard = TensorBoard::new(&folder.tensorboard()).with_hparams(&logged);
+                tensorboard.read_evaluations(folder.evaluation());
                 reporter = reporter.with_optional(tensorboard);
             }
             if let Some(uri) = &logged.log.mlflow {
@@ -278,6 +284,24 @@ fn write_report(folder: &RunDir, quiet: bool) {
             eprintln!("report   the run is long: `trainer report {run}` draws it");
         }
         Err(error) => eprintln!("warning: `{}` is not written: {error}", path.display()),
+    }
+}
+
+/// Continues the prompts of the job and keeps the texts in the folder of the run. A failure is a warning, as above.
+#[cfg(target_os = "linux")]
+fn write_texts(folder: &RunDir, eval: &EvalConfig, common: &CommonArgs) {
+    // The run is complete: a signal ends the process at once, and no longer goes to a worker.
+    for signal in train::signals::stop_signals() {
+        drop(signal_hook::flag::register_conditional_default(signal, Arc::new(true.into())));
+    }
+    let written = report::generate_texts(&folder.root, eval, common).and_then(|texts| {
+        texts.write(&folder.generated())?;
+        Ok(texts.error)
+    });
+    match written {
+        Ok(None) => {}
+        Ok(Some(error)) => eprintln!("warning: `eval.prompts` are not continued: {error}"),
+        Err(error) => eprintln!("warning: `eval.prompts` are not continued: {error:#}"),
     }
 }
 

@@ -14,10 +14,9 @@ use crate::base::units::{Bytes, counted};
 use crate::graph::network::StepError;
 use crate::inference::generate::language_model::{LanguageModel, LoadError, ModelText, context};
 use crate::inference::generate::sampler::Sampling;
-use crate::inference::generate::text_stream::TextStream;
 use crate::inference::generate::{
-    ChatError, Conversation, GenerateError, Generation, GenerationOptions, Generator, PromptLimits,
-    PromptTooLong,
+    ChatError, Continuation, Conversation, GenerateError, GenerationOptions, Generator, PromptLimits,
+    PromptTooLong, continuation,
 };
 use crate::inference::trained_model::TrainedModel;
 use crate::planner::generation::{GenerationPlanError, GenerationRequest};
@@ -125,12 +124,6 @@ impl From<SamplingArgs> for Sampling {
             seed: args.seed,
         }
     }
-}
-
-/// The text of one prompt.
-struct Continuation {
-    text: String,
-    generation: Generation,
 }
 
 /// Tokens and seconds so far.
@@ -300,7 +293,7 @@ impl GenerateArgs {
     }
 }
 
-/// Continues prompts and passes on their text as it comes: `show` says whether to go on.
+/// Continues prompts, passes on their text as it comes, and counts its tokens.
 fn continue_prompts(
     generator: &mut Generator,
     prompts: &[Vec<u32>],
@@ -311,26 +304,11 @@ fn continue_prompts(
     throughput: &mut Throughput,
 ) -> anyhow::Result<Vec<Continuation>> {
     let begun = Instant::now();
-    let mut streams: Vec<TextStream> =
-        prompts.iter().map(|_| TextStream::new(&text.tokenizer, stops)).collect();
-    let mut texts = vec![String::new(); prompts.len()];
-    let mut on_token = |prompt: usize, token| {
-        let part = streams[prompt].push(token);
-        texts[prompt].push_str(&part);
-        (part.is_empty() || show(prompt, &part)) && !streams[prompt].is_stopped()
-    };
-    // On a thread of the pool: a pass has hundreds of small parallel operations, and from outside each would wait for
-    // the pool to wake.
-    let done = rayon::scope(|_| generator.generate(prompts, options, &mut on_token));
+    let done = continuation::continue_prompts(generator, prompts, options, text, stops, show);
     let done = done.map_err(generate_error)?;
-    for (prompt, stream) in streams.iter_mut().enumerate() {
-        let rest = stream.finish();
-        show(prompt, &rest);
-        texts[prompt].push_str(&rest);
-    }
-    throughput.tokens += done.iter().map(|one| one.tokens.len()).sum::<usize>();
+    throughput.tokens += done.iter().map(|one| one.generation.tokens.len()).sum::<usize>();
     throughput.seconds += begun.elapsed().as_secs_f64();
-    Ok(texts.into_iter().zip(done).map(|(text, generation)| Continuation { text, generation }).collect())
+    Ok(done)
 }
 
 /// The tokens of a prompt, within the limits.

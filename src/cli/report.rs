@@ -1,16 +1,24 @@
 //! `trainer report`: runs as a page.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use clap::Args;
 use serde_json::json;
 
+use super::eval::{opening, session_options};
 use super::runs::warn_of_skipped;
-use super::{CommonArgs, Exit, print_line};
+use super::{CommonArgs, Exit, print_line, start_threads};
+use crate::history::{RecordedState, RunHistory};
+use crate::inference::generate::job_prompts::GeneratedTexts;
+use crate::inference::trained_model::{CheckpointChoice, TrainedModel};
+use crate::job::{EvalConfig, Job};
 use crate::report::{html, text};
 use crate::train::Failure;
 
-/// Draw runs as one HTML page: curves, memory, plan, job, and what differs between them
+/// Prompts that are continued at the same time.
+const MAX_SEQUENCES: u32 = 8;
+
+/// Draw runs as one HTML page: curves, evaluation, memory, plan, job, and what differs between them
 #[derive(Clone, Debug, Args)]
 #[command(after_help = "\
 Examples:
@@ -30,7 +38,8 @@ pub struct ReportArgs {
 
 impl ReportArgs {
     pub fn run(&self, common: &CommonArgs) -> anyhow::Result<Exit> {
-        let histories = html::read(&self.runs, None)?.unwrap_or_default();
+        let mut histories = html::read(&self.runs, None)?.unwrap_or_default();
+        histories.iter_mut().for_each(|history| update_texts(history, common));
         let bytes = html::write_file(&self.output, &histories).map_err(Failure::io("write", &self.output))?;
         let records: Vec<_> = histories.into_iter().map(|history| history.record).collect();
         warn_of_skipped(&records);
@@ -42,4 +51,32 @@ impl ReportArgs {
         }
         Ok(Exit::Done)
     }
+}
+
+/// Continues the prompts of a run whose texts are missing or of another checkpoint. A run that is training keeps its
+/// memory for itself, and one whose checkpoints are gone keeps the texts it has.
+fn update_texts(history: &mut RunHistory, common: &CommonArgs) {
+    let run = &history.record;
+    let Ok(job) = Job::load(&run.folder.job(), &[]) else { return };
+    let step = run.summary.best.as_ref().map_or(run.summary.steps, |best| best.step);
+    let is_current = history.generated.as_ref().is_some_and(|texts| texts.are_of(step, &job.eval));
+    if job.eval.prompts.is_empty() || is_current || run.state == RecordedState::Running {
+        return;
+    }
+    match generate_texts(&run.folder.root, &job.eval, common) {
+        Ok(texts) => history.generated = Some(texts),
+        Err(error) => eprintln!("warning: `eval.prompts` of `{}`: {error}", run.folder.root.display()),
+    }
+}
+
+/// Continues these prompts with the best checkpoint of a run.
+pub(super) fn generate_texts(
+    run: &Path,
+    eval: &EvalConfig,
+    common: &CommonArgs,
+) -> anyhow::Result<GeneratedTexts> {
+    let model = TrainedModel::open(run, CheckpointChoice::Best, &[])?;
+    start_threads()?;
+    let options = session_options(common, &model, MAX_SEQUENCES)?;
+    Ok(GeneratedTexts::generate(&model, eval, &options, &opening(common, &model, options.ram)))
 }

@@ -10,6 +10,7 @@ use super::run_record::{check_run, read_job};
 use super::{Curve, EventReader, HistoryError, Point, RunRecord};
 use crate::events::Summary;
 use crate::events::event::{Event, EventRecord, MemoryBytes};
+use crate::inference::generate::job_prompts::GeneratedTexts;
 use crate::planner::MemoryPlan;
 
 /// Moments kept; a run with more of them keeps the first.
@@ -67,6 +68,8 @@ pub struct RunHistory {
     pub more_moments: u64,
     /// The newest events but steps, oldest first.
     pub messages: VecDeque<EventRecord>,
+    /// How the model continues the prompts of the job, once the run has ended.
+    pub generated: Option<GeneratedTexts>,
     max_buckets: usize,
     /// Step and samples of the last `step` event.
     last_step: (u64, u64),
@@ -84,6 +87,7 @@ impl RunHistory {
             moments: Vec::new(),
             more_moments: 0,
             messages: VecDeque::new(),
+            generated: None,
             max_buckets,
             last_step: (0, 0),
         }
@@ -110,6 +114,7 @@ impl RunHistory {
     ) -> Result<Option<Self>, HistoryError> {
         let (mut history, mut reader) = Self::open(root, max_buckets)?;
         let is_whole = history.update(&mut reader, limit)?;
+        history.generated = GeneratedTexts::read(&history.record.folder.generated());
         Ok(is_whole.then_some(history))
     }
 

@@ -6,6 +6,8 @@
 //! sequences beside it, but for the rounding of sums.
 
 mod chat;
+pub mod continuation;
+pub mod job_prompts;
 pub mod language_model;
 mod prompt;
 #[cfg(test)]
@@ -36,6 +38,7 @@ use sampler::{Sampling, SamplingError};
 use sequence::Sequence;
 
 pub use chat::{ChatError, Conversation};
+pub use continuation::Continuation;
 pub use prompt::{PromptLimits, PromptTooLong};
 pub use sequence::{FinishReason, Generation};
 

@@ -1,7 +1,7 @@
 //! A sequence that is being generated, and what became of it.
 
 /// Why a sequence ended.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum FinishReason {
     /// It has as many new tokens as it may have.
