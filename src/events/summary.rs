@@ -198,7 +198,7 @@ impl Summary {
             // A session that trains nothing is no resume.
             Event::NothingLeft { .. } => self.resumes = self.resumes.saturating_sub(1),
             Event::Initialized { .. }
-| Event::MemorySnapshot { .. }
+            | Event::MemorySnapshot { .. }
             | Event::Pressure { .. }
             | Event::Corrected { .. }
             | Event::CudaGraphCaptured { .. }

@@ -16,10 +16,10 @@ type Plot<'a, 'b> = ChartContext<'a, SVGBackend<'b>, Cartesian2d<RangedCoordf64,
 /// Size in pixels. Pages show it at about half of that, so that whole pixels are fine enough.
 pub const SIZE: (u32, u32) = (960, 520);
 /// Room for the labels of the axes, and of the curves at the right.
-const LEFT: i32 = 145;
+pub const LEFT: i32 = 145;
 const BOTTOM: i32 = 50;
 const RIGHT: i32 = 170;
-const TOP: i32 = 14;
+pub const TOP: i32 = 14;
 /// Height of a line of text.
 pub const LINE: i32 = 28;
 

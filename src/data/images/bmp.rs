@@ -184,7 +184,13 @@ mod tests {
     use super::*;
 
     /// A file of a 40-byte header, what follows it, and rows that are padded here.
-    fn bmp([height, width]: [i32; 2], bits: u16, compression: u32, extra: &[u8], rows: &[Vec<u8>]) -> Vec<u8> {
+    fn bmp(
+        [height, width]: [i32; 2],
+        bits: u16,
+        compression: u32,
+        extra: &[u8],
+        rows: &[Vec<u8>],
+    ) -> Vec<u8> {
         let start = 54 + extra.len() as u32;
         let mut file = b"BM\0\0\0\0\0\0\0\0".to_vec();
         file.extend(start.to_le_bytes());
@@ -284,7 +290,8 @@ mod tests {
 
     #[test]
     fn runs_are_read() {
-        let gray = |count: u32| -> Vec<u8> { (0..count).flat_map(|i| [i as u8, i as u8, i as u8, 0]).collect() };
+        let gray =
+            |count: u32| -> Vec<u8> { (0..count).flat_map(|i| [i as u8, i as u8, i as u8, 0]).collect() };
         let rows = |file: &[u8]| -> Vec<u8> {
             let pixels = decoded(file, [3, 5]).unwrap();
             pixels.chunks(3).map(|pixel| pixel[0]).collect()

@@ -4,8 +4,10 @@
 
 pub(super) mod chart;
 pub(super) mod charts;
+mod evaluation;
 mod icicle;
 mod memory_snapshots;
+mod plot;
 mod stacked_area;
 
 use std::fs;
@@ -13,6 +15,7 @@ use std::io::{self, BufWriter, Write};
 use std::path::Path;
 use std::time::Duration;
 
+use serde::Serialize;
 use serde_json::Value;
 
 use super::runs::{job_differences, result_differences};
@@ -20,8 +23,11 @@ use super::text;
 use crate::base::MemorySpace;
 use crate::base::units::{counted, format_count};
 use crate::history::{HistoryError, RunHistory, RunRecord};
+use crate::inference::generate::FinishReason;
+use crate::inference::generate::job_prompts::{GeneratedText, GeneratedTexts};
 use crate::planner::plan::{CandidateSummary, PlanVerdict};
 use crate::planner::{MemoryPlan, ladder};
+use crate::train::evaluation_file::EvaluationFile;
 
 /// Buckets of all curves of a quantity together, and of one at least: what keeps a page small.
 const MAX_BUCKETS: usize = 300;
@@ -74,6 +80,16 @@ fn write(out: &mut impl Write, runs: &[RunHistory]) -> io::Result<()> {
     out.write_all(b"</header>\n")?;
     out.write_all(CONTROLS.as_bytes())?;
     section(out, "Loss and metrics", charts::metrics(runs))?;
+    for (at, run) in runs.iter().enumerate() {
+        let file = EvaluationFile::read(&run.record.folder.evaluation()).unwrap_or_default();
+        out.write_all(evaluation::html(&of_run("Evaluation", at, runs.len()), &file)?.as_bytes())?;
+    }
+    for (at, run) in runs.iter().enumerate() {
+        if let Some(generated) = &run.generated {
+            let title = of_run("Generated text", at, runs.len());
+            out.write_all(generated_section(&title, generated).as_bytes())?;
+        }
+    }
     section(out, "Memory", charts::memory(runs))?;
     section(out, "Training", charts::training(runs))?;
     if runs.len() > 1 {
@@ -208,6 +224,35 @@ fn table(rows: &[Vec<String>]) -> String {
     )
 }
 
+/// How the model continues the prompts of its job.
+fn generated_section(title: &str, generated: &GeneratedTexts) -> String {
+    let step = format_count(generated.step);
+    let body = match &generated.error {
+        Some(error) => format!("<p class=warning>Nothing was generated: {}.</p>", escape(error)),
+        None => {
+            let one = |one: &GeneratedText| {
+                let end = match one.finish {
+                    FinishReason::MaxTokens => "…",
+                    FinishReason::Context => "… (the context is full)",
+                    FinishReason::EndToken | FinishReason::Stopped => "",
+                };
+                format!(
+                    "<pre class=generated><b>{}</b>{}<i>{end}</i></pre>\n",
+                    escape(&one.prompt),
+                    escape(&one.text)
+                )
+            };
+            let texts: String = generated.texts.iter().map(one).collect();
+            let tokens = counted(generated.max_tokens as u64, "token");
+            format!(
+                "<p class=note>Prompts of <code>eval.prompts</code> in bold, each continued by the most probable \
+                 tokens, {tokens} at most.</p>{texts}"
+            )
+        }
+    };
+    format!("<section><h2>{}: after step {step}</h2>{body}</section>\n", escape(title))
+}
+
 /// What differs in the jobs and in the results, a column per run.
 fn differences_table(runs: &[RunHistory]) -> String {
     let records: Vec<RunRecord> = runs.iter().map(|run| run.record.clone()).collect();
@@ -328,8 +373,8 @@ fn escape(text: &str) -> String {
 }
 
 /// JSON inside a `script` element, which no `</script>` in a text can end.
-fn json_text(value: &Value) -> String {
-    value.to_string().replace('<', "\\u003c")
+fn json_text(value: &impl Serialize) -> String {
+    serde_json::to_string(value).unwrap_or_default().replace('<', "\\u003c")
 }
 
 #[cfg(test)]

@@ -377,7 +377,10 @@ mod tests {
             template.render_chat(&messages, true, u64::MAX).unwrap().text
         };
         assert_eq!(rendered(BUILTIN_TEMPLATES[4].1), "assistant: <think>\n1 + 1\n</think>\n\n2\n");
-        assert_eq!(rendered("{{ messages[0].reasoning_content | trim }}={{ messages[0].content }}"), "1 + 1=2");
+        assert_eq!(
+            rendered("{{ messages[0].reasoning_content | trim }}={{ messages[0].content }}"),
+            "1 + 1=2"
+        );
     }
 
     /// What the record allows is an error of the record; what memory allows is not.

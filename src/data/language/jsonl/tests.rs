@@ -206,7 +206,8 @@ fn lists_are_labels() {
 fn classes_that_look_like_lists_of_labels_are_named() {
     let fixture = fixture();
     let warned = |name: &str, labels: &[&str]| {
-        let lines = labels.iter().map(|label| format!("{}\n", serde_json::json!({ "text": "ab", "y": label })));
+        let lines =
+            labels.iter().map(|label| format!("{}\n", serde_json::json!({ "text": "ab", "y": label })));
         let train = fixture.write(name, lines.collect::<String>());
         let labelled = JsonlSettings { label: Some("y".into()), ..settings(train, 16) };
         let (set, valid) = fixture.open(&labelled).unwrap();
