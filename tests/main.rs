@@ -8,6 +8,7 @@ mod decoding;
 mod dispatch;
 mod docs;
 mod durable;
+mod evaluations;
 mod export;
 mod exported;
 mod faults;

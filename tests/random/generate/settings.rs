@@ -80,6 +80,7 @@ pub fn case(
     }
     let (mut eval, _) = eval(draw, updates, classes);
     let measured = set_metrics(&mut Draw::new(seed, "metrics"), &mut eval, &job, classes);
+    set_prompts(&mut Draw::new(seed, "prompts"), &mut eval, &job);
     job.set("eval", eval);
     job.set("checkpoint", checkpoint(draw, updates, &measured));
     if apart.chance(0.3) {
@@ -104,6 +105,10 @@ pub fn case(
     let mut memory = Draw::new(seed, "log.memory");
     if memory.chance(0.3) {
         log.set("memory", memory.pick(&["summary", "detailed", "detailed"]));
+    }
+    let mut histograms = Draw::new(seed, "histograms");
+    if histograms.chance(0.2) && log.get("tensorboard").and_then(Value::as_bool) != Some(false) {
+        log.set("histograms", histograms.chance(0.7));
     }
     job.set("log", log);
     let threads = scale.either(draw.pick(&[1, 2, 2, 3, 4]), 2);
@@ -137,6 +142,26 @@ fn set_metrics(draw: &mut Draw, eval: &mut Table, job: &Table, classes: bool) ->
         eval.set("metrics", Value::Array(measured.iter().map(|&name| Value::from(name)).collect()));
     }
     measured
+}
+
+/// Prompts of a language model whose tokens are text; a character that it does not know is a warning. Drawn apart from the
+/// rest of a job, which stays as it is.
+fn set_prompts(draw: &mut Draw, eval: &mut Table, job: &Table) {
+    let kind = |table: &str| job[table].get("kind").and_then(Value::as_str).unwrap_or_default().to_owned();
+    let data = &job["data"];
+    let has_text = match kind("data").as_str() {
+        "text" => true,
+        "jsonl" => data.get("label").is_none(),
+        "tokens" => data.get("tokenizer").is_some(),
+        _ => false,
+    };
+    if has_text && matches!(kind("model").as_str(), "gpt" | "llama") && draw.chance(0.3) {
+        let prompts = draw.subset(&["a", "the ", "0 1"]);
+        eval.set("prompts", Value::Array(prompts.into_iter().map(Value::from).collect()));
+        if draw.chance(0.5) {
+            eval.number("prompt_tokens", draw.within(1..=8));
+        }
+    }
 }
 
 /// The loss and what belongs to it. Drawn apart from the rest of a job, which stays as it is.
