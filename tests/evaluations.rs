@@ -95,6 +95,15 @@ fn the_page_of_a_classifier_has_the_numbers_of_eval() {
         assert_eq!(counts.collect::<Vec<u64>>(), cells(row), "{name}");
     }
     assert_eq!(figure(&page, "Reliability"), best["calibration"]);
+    // Several runs have a section each.
+    trainer(folder, &["report", "run", "run", "-q"]).expect(0);
+    let both = fs::read_to_string(folder.join("report.html")).unwrap();
+    let step = &best["step"];
+    assert!(
+        ["A", "B"]
+            .iter()
+            .all(|run| both.contains(&format!("Evaluation of {run}: the best, after step {step}<")))
+    );
 }
 
 #[test]
