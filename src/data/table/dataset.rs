@@ -111,6 +111,7 @@ pub fn open(
         settings,
     )?;
     selected.remarks.warnings.extend(train.unread_partitions(&paths[0]));
+    selected.remarks.warnings.extend(train.numeric_header(format));
     let columns = &selected.columns[..];
     let split_plan = match files.split.is_whole() {
         true => None,
@@ -359,6 +360,16 @@ impl OpenedTable {
             "`{key}` in the path of `{}` is no column: partitions are read for Parquet files only",
             first.display()
         ))
+    }
+
+    /// A warning about a header that looks like a row.
+    fn numeric_header(&self, format: OpenFormat) -> Option<String> {
+        let has_header =
+            matches!(format, OpenFormat::Csv(dialect) if dialect.header && !dialect.is_sequential());
+        let is_number = |name: &String| name.parse::<f64>().is_ok();
+        (has_header && self.names.iter().all(is_number)).then(|| {
+            "all names in the header are numbers: if it is a row of the table, set `header = false`".into()
+        })
     }
 
     pub(super) fn reader(&self) -> &dyn TableReader {

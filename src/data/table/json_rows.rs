@@ -141,6 +141,26 @@ fn flatten(name: String, value: Value, visit: &mut dyn FnMut(String, Option<Stri
     }
 }
 
+/// A record whose numbers are not finite, as Python writes them, with these in quotes; `None` if there are none.
+#[cold]
+fn quote_non_finite(record: &[u8]) -> Option<Vec<u8>> {
+    const NAMES: [&[u8]; 3] = [b"NaN", b"Infinity", b"-Infinity"];
+    let (mut quoted, mut at, mut in_string, mut found) = (Vec::with_capacity(record.len()), 0, false, false);
+    while at < record.len() {
+        let name = NAMES.into_iter().find(|name| !in_string && record[at..].starts_with(name));
+        let (part, len) = match (name, record[at]) {
+            (Some(name), _) => ([b"\"", name, b"\""].concat(), name.len()),
+            (None, b'\\') if in_string => (record[at..record.len().min(at + 2)].to_vec(), 2),
+            (None, byte) => (vec![byte], 1),
+        };
+        in_string ^= name.is_none() && part == b"\"";
+        found |= name.is_some();
+        quoted.extend(part);
+        at += len;
+    }
+    found.then_some(quoted)
+}
+
 /// Reads the objects of a file, one at a time.
 struct JsonRecords {
     file: PathBuf,
@@ -212,7 +232,12 @@ impl JsonRecords {
         }
         let length = self.object_length()?;
         let record = &self.buffer[self.position..self.position + length];
-        let value = serde_json::from_slice(record).map_err(|error| {
+        let parsed = serde_json::from_slice(record);
+        let parsed = parsed.or_else(|error| match quote_non_finite(record) {
+            Some(quoted) => serde_json::from_slice(&quoted),
+            None => Err(error),
+        });
+        let value = parsed.map_err(|error| {
             // The position that the library reports is within the record.
             let text = error.to_string();
             let what = text.split(" at line ").next().unwrap_or_default();
@@ -286,6 +311,16 @@ impl JsonRecords {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn numbers_that_are_not_finite_are_read_as_python_writes_them() {
+        let quoted =
+            |text: &str| quote_non_finite(text.as_bytes()).map(|text| String::from_utf8(text).unwrap());
+        let record = r#"{"a": NaN, "NaN": [-Infinity, Infinity], "b": "a \" NaN"}"#;
+        let expected = r#"{"a": "NaN", "NaN": ["-Infinity", "Infinity"], "b": "a \" NaN"}"#;
+        assert_eq!(quoted(record).unwrap(), expected);
+        assert_eq!(quoted(r#"{"a": "NaN"}"#), None);
+    }
 
     /// Column names, and rows by their line.
     type NamedRows = (Vec<String>, Vec<(u64, String)>);

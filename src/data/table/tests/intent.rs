@@ -123,6 +123,19 @@ fn validation_files_may_have_their_columns_in_another_order() {
 }
 
 #[test]
+fn a_header_of_numbers_is_a_warning() {
+    let fixture = TableFixture::new();
+    let path = [fixture.file("a.csv", "1,2,0\n3,4,1\n5,6,0\n7,8,1\n")];
+    let format = TableFileFormat::Csv(DialectSettings::default());
+    let (train, _) = fixture.open(&path, &path, format, &target(&["0"])).unwrap();
+    let warned = |set: &DatasetRef| set.describe().iter().any(|(_, text)| text.contains("`header = false`"));
+    assert!(warned(&train));
+    let format = TableFileFormat::Csv(DialectSettings { header: false, ..DialectSettings::default() });
+    let (train, _) = fixture.open(&path, &path, format, &target(&["2"])).unwrap();
+    assert!(!warned(&train));
+}
+
+#[test]
 fn weights_that_are_all_zero_are_refused() {
     let fixture = TableFixture::new();
     let path = [fixture.file("a.csv", "x,w,y\n1,0,a\n2,0,b\n3,0,a\n")];
