@@ -2,6 +2,8 @@
 
 #[path = "../src/base/features.rs"]
 pub mod features;
+#[path = "../src/base/file_format.rs"]
+pub mod file_format;
 #[path = "../src/base/panics.rs"]
 pub mod panics;
 #[path = "../src/base/random.rs"]

@@ -3,6 +3,7 @@
 pub mod backend;
 pub mod features;
 pub mod memory_space;
+pub mod file_format;
 pub mod panics;
 pub mod phase;
 pub mod random;

@@ -19,7 +19,7 @@ use super::token_windows::{
 use super::tokenizer::TokenizerSpec;
 use crate::data::cache::CacheKey;
 use crate::data::split::SplitSettings;
-use crate::data::{DatasetContext, files};
+use crate::data::{DatasetContext, files, warnings};
 
 /// Which files to read, and how to build samples from them.
 #[derive(Clone, Debug)]
@@ -76,7 +76,7 @@ pub fn open(settings: &TokenFileSettings, ctx: &DatasetContext) -> Result<Window
     let decoder = settings.tokenizer.as_ref().map(|file| Arc::new(TokenDecoder::from_file(file.clone())));
     let windows = |ids: &Arc<TokenFiles>, ranges: Vec<Range<u64>>, placement, name: &str| {
         let tokens: u64 = ranges.iter().map(|s| s.end - s.start).sum();
-        let about = vec![
+        let mut about = vec![
             (format!("{name} tokens"), tokens.to_string()),
             ("vocabulary".into(), vocab.to_string()),
             ("token files".into(), ids.files().len().to_string()),
@@ -85,6 +85,9 @@ pub fn open(settings: &TokenFileSettings, ctx: &DatasetContext) -> Result<Window
                 ids.files().first().map_or(0, |part| part.width().bytes()).to_string(),
             ),
         ];
+        if vocab == 1 {
+            about.push((warnings::WARNING.into(), "all token ids are 0: there is nothing to learn".into()));
+        }
         let set = TokenWindows::new(ids.clone(), ranges, (settings.context, vocab), placement, name)?;
         Ok(set.with_description(decoder.clone(), about))
     };
@@ -250,6 +253,15 @@ mod tests {
         );
         let WindowSets { train, .. } = open(&fixture.settings("a.bin", 4), &fixture.ctx).unwrap();
         assert_eq!(train.describe()[1].1, "701", "found");
+    }
+
+    #[test]
+    fn ids_that_are_all_0_are_named() {
+        let fixture = fixture();
+        fixture.write("a.bin", std::iter::repeat_n(0, 100));
+        let WindowSets { train, valid, .. } = open(&fixture.settings("a.bin", 4), &fixture.ctx).unwrap();
+        let found = warnings::warnings(&train, &valid, 1);
+        assert_eq!(found, ["all token ids are 0: there is nothing to learn"]);
     }
 
     #[test]

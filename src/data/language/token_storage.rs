@@ -16,8 +16,8 @@ use std::{
 use super::DataError;
 use super::npy::{NPY_MAGIC, NpyHeader};
 pub use super::token_width::TokenWidth;
-use super::token_width::{guess_width, has_single_bytes};
-use crate::base::regular_file;
+use super::token_width::{foreign_type, guess_width, has_single_bytes};
+use crate::base::{file_format, regular_file};
 use crate::data::files;
 
 /// An open file for positioned reads from several threads.
@@ -101,15 +101,8 @@ impl TokenIdFile {
         }
         let known = HEADERS.iter().find(|(magic, ..)| stored.len >= HEADER_BYTES && word(0) == *magic);
         let Some(&(_, version, header_width)) = known else {
-            if width.is_none() && has_single_bytes(&prefix) {
-                return Err(DataError::Table {
-                    file: file.to_owned(),
-                    place: String::new(),
-                    problem:
-                        "its ids seem to have one byte each: even and odd bytes have the same small values"
-                            .into(),
-                    hint: "set `dtype = \"u8\"`, or \"u16\" if they have two bytes",
-                });
+            if let Some((problem, hint)) = doubt(&prefix, stored.len).filter(|_| width.is_none()) {
+                return Err(DataError::Table { file: file.to_owned(), place: String::new(), problem, hint });
             }
             let width = width.unwrap_or_else(|| guess_width(&prefix, stored.len));
             return Self::from_file(stored, 0, width);
@@ -169,11 +162,13 @@ impl TokenIdFile {
             return Err(DataError::EmptyFile { file: file() });
         }
         if !bytes.is_multiple_of(one) {
-            let found = format!("{bytes} bytes, not a multiple of {one}, the size of an id");
-            return Err(DataError::WrongFormat {
+            return Err(DataError::Table {
                 file: file(),
-                expected: "a complete file of tokens",
-                found,
+                place: String::new(),
+                problem: format!(
+                    "its ids take {bytes} bytes, which is no multiple of {one}, the size of an id"
+                ),
+                hint: "copy the file again, or set `dtype` to the type of its ids",
             });
         }
         Ok(Self { stored, len: bytes / one, first_id_offset: start, width })
@@ -241,6 +236,21 @@ impl TokenIdFile {
         }
         Ok(())
     }
+}
+
+/// Why a file without a header does not seem to hold ids of two bytes or more, and what to do about it.
+fn doubt(prefix: &[u8], len: u64) -> Option<(String, &'static str)> {
+    if let Some(format) = file_format::name(prefix) {
+        let hint = "write the ids with `ids.astype(\"uint16\").tofile(\"ids.bin\")` or `numpy.save(\"ids.npy\", ids)`; \
+                    decompress what is compressed";
+        return Some((format!("it is {format}, not a file of token ids"), hint));
+    }
+    if has_single_bytes(prefix) {
+        let problem = "its ids seem to have one byte each: even and odd bytes have the same small values";
+        return Some((problem.into(), "set `dtype = \"u8\"`, or \"u16\" if they have two bytes"));
+    }
+    let hint = "write them with `ids.astype(\"<u2\").tofile(...)`, or set `dtype` if they are little-endian integers";
+    foreign_type(prefix, len).map(|found| (format!("its ids seem to be {found}"), hint))
 }
 
 /// The ids of several files as one sequence.
@@ -371,6 +381,39 @@ mod tests {
     }
 
     #[test]
+    fn what_is_no_little_endian_integer_is_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let ids: Vec<u32> = (0..3000).map(|i| i * 7 % 500).collect();
+        let of = |bytes: fn(u32) -> Vec<u8>| ids.iter().flat_map(|id| bytes(*id)).collect::<Vec<u8>>();
+        let zip = [&b"PK\x03\x04"[..], &of(|id| (id as u16).to_le_bytes().into())].concat();
+        for (bytes, expected) in [
+            (zip, "it is a zip file, as `.npz`"),
+            (of(|id| (id as f32).to_le_bytes().into()), "its ids seem to be floats of 32 bits"),
+            (of(|id| f64::from(id).to_le_bytes().into()), "its ids seem to be floats of 64 bits"),
+            (of(|id| (id as u16).to_be_bytes().into()), "its ids seem to be big-endian"),
+            (of(|id| (id as u16 % 20).to_be_bytes().into()), "its ids seem to be big-endian"),
+            (of(|id| id.to_be_bytes().into()), "its ids seem to be big-endian"),
+            (of(|id| u64::from(id).to_be_bytes().into()), "its ids seem to be big-endian"),
+        ] {
+            let path = file(folder.path(), "a.bin", &bytes);
+            let error = TokenIdFile::open(&path, None).unwrap_err();
+            assert!(error.to_string().contains(expected), "{error}");
+            assert!(error.hint().unwrap().contains("tofile"));
+            // What the job declares is not doubted.
+            assert!(TokenIdFile::open(&path, Some(TokenWidth::U16)).is_ok());
+        }
+        for (vocab, stride) in [(2, 1), (65, 1), (300, 1), (50_257, 7919), (65_536, 40_503)] {
+            let ids: Vec<u32> = (0..4000u32).map(|i| i.wrapping_mul(stride) % vocab).collect();
+            let mut bytes = Vec::new();
+            TokenWidth::U16.write_ids(&ids, &mut bytes);
+            let read = TokenIdFile::open(&file(folder.path(), "b.bin", &bytes), None).unwrap();
+            assert_eq!(all(&read), ids, "{vocab}");
+        }
+        let zeros = TokenIdFile::open(&file(folder.path(), "c.bin", &[0; 4000]), None).unwrap();
+        assert_eq!((zeros.width(), zeros.len()), (TokenWidth::U16, 2000));
+    }
+
+    #[test]
     fn both_tools_files_are_read_as_written() {
         let folder = tempfile::tempdir().unwrap();
         let ids: Vec<u32> = (0..40).map(|i| i * 700).collect();
@@ -408,7 +451,7 @@ mod tests {
             TokenIdFile::open(&file(folder.path(), "a.bin", bytes), width).unwrap_err().to_string()
         };
         let cases = [
-            (open(&[1, 2, 3], None), "is not a complete file of tokens: it starts with 3 bytes"),
+            (open(&[1, 2, 3], None), "its ids take 3 bytes, which is no multiple of 2"),
             (open(&[], None), "is empty"),
             (open(&with_header(20_240_520, 3, 1, &[0, 0]), None), "llm.c's header of unknown version 3"),
             (

@@ -1,5 +1,7 @@
 //! How many bytes an id takes in a file of token ids, declared or guessed from the first ids.
 
+use std::collections::BTreeSet;
+
 /// Bytes per id.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TokenWidth {
@@ -52,6 +54,38 @@ pub fn guess_width(beginning: &[u8], len: u64) -> TokenWidth {
     } else {
         TokenWidth::U16
     }
+}
+
+/// The type that a file of ids without a header seems to have, if it is none that is read.
+pub fn foreign_type(beginning: &[u8], len: u64) -> Option<&'static str> {
+    const MIN_BYTES: usize = 64;
+    if beginning.len() < MIN_BYTES {
+        return None;
+    }
+    let some = beginning.iter().any(|byte| *byte != 0);
+    // Ids of two bytes that are whole numbers as floats, all of them, are not a coincidence.
+    let is_id = |value: f64| value >= 0.0 && value.fract() == 0.0 && value < f64::from(1 << 24);
+    let floats = beginning.as_chunks::<4>().0.iter().all(|word| is_id(f32::from_le_bytes(*word).into()));
+    let doubles = beginning.as_chunks::<8>().0.iter().all(|word| is_id(f64::from_le_bytes(*word)));
+    if some && len.is_multiple_of(4) && floats {
+        return Some("floats of 32 bits");
+    }
+    if some && len.is_multiple_of(8) && doubles {
+        return Some("floats of 64 bits");
+    }
+    // The upper halves are 0 and come first, and the last byte has the most values; or the first byte of two is mostly
+    // small and the second is not.
+    let upper_first = |bytes: usize| {
+        let words = || beginning.chunks_exact(bytes);
+        let values = |at: usize| words().map(|word| word[at]).collect::<BTreeSet<u8>>().len();
+        len.is_multiple_of(bytes as u64)
+            && words().all(|word| word[..bytes / 2].iter().all(|byte| *byte == 0))
+            && values(bytes - 1) > values(bytes - 2)
+    };
+    let small = |parity: usize| beginning.iter().skip(parity).step_by(2).filter(|byte| **byte < 16).count();
+    let (even, odd) = (small(0), small(1));
+    let skewed = beginning.len() >= 1024 && 4 * even > beginning.len() && 2 * odd < even;
+    (upper_first(2) || upper_first(4) || upper_first(8) || skewed).then_some("big-endian")
 }
 
 /// Whether the file looks like ids of one byte: even and odd bytes have the same values, all of them small. The upper
