@@ -20,6 +20,9 @@ use crate::data::{ProgressObserver, files};
 /// Maximum bytes of a text piece.
 pub const PIECE_BYTES: usize = 1 << 18;
 
+/// What editors on Windows write before UTF-8 text; it is not part of the text.
+pub const BYTE_ORDER_MARK: &[u8] = b"\xef\xbb\xbf";
+
 /// Progress of a pass over files.
 pub struct FileProgress<'a> {
     pub observer: &'a dyn ProgressObserver,
@@ -136,6 +139,10 @@ impl<'a> TextPieces<'a> {
             let got = self.reader.by_ref().take(missing).read_to_end(&mut self.pending);
             self.eof = got.map_err(|error| files::read_error(self.file, error))? < missing as usize;
         }
+        if self.offset == 0 && self.pending.starts_with(BYTE_ORDER_MARK) {
+            self.pending.drain(..BYTE_ORDER_MARK.len());
+            self.offset = BYTE_ORDER_MARK.len() as u64;
+        }
         let whole = match str::from_utf8(&self.pending) {
             Ok(_) => self.pending.len(),
             // The end of a piece may split a character; the end of the file may not.
@@ -246,6 +253,17 @@ mod tests {
             assert_eq!(joined.join(if cut == SplitRule::AtSpace { " " } else { "" }), long, "{cut:?}");
             assert_eq!(files[1], [Some("second".into())]);
         }
+    }
+
+    #[test]
+    fn a_byte_order_mark_is_no_character() {
+        let marked = "\u{feff}aö\u{feff}b";
+        assert_eq!(
+            read(&[marked.as_bytes()], SplitRule::Anywhere).unwrap(),
+            [Some("aö\u{feff}b".into()), None]
+        );
+        let error = read(&[b"\xef\xbb\xbfa\xff"], SplitRule::Anywhere).unwrap_err();
+        assert!(matches!(error, DataError::InvalidUtf8 { offset: 4, byte: 0xff, .. }), "{error}");
     }
 
     #[test]

@@ -6,7 +6,7 @@
 
 use std::{
     collections::BTreeSet,
-    io::Write,
+    io::{Read, Write},
     iter,
     ops::Range,
     path::{Path, PathBuf},
@@ -14,13 +14,14 @@ use std::{
 };
 
 use super::DataError;
-use super::pieces::for_each_piece;
+use super::pieces::{BYTE_ORDER_MARK, for_each_piece};
 use super::text_memory::{TextError, TextMemory};
 use super::token_storage::{TokenFiles, TokenIdFile, TokenWidth};
 use super::token_windows::{
     TokenDecoder, TokenRanges, TokenWindows, WindowPlacement, WindowSets, display_name,
 };
 use super::tokenizer::{CharTokenizer, Separator, SplitRule, Tokenizer, TokenizerSpec};
+use crate::base::file_format;
 use crate::data::DatasetContext;
 use crate::data::cache::CacheKey;
 use crate::data::files::{self, FileCompression};
@@ -48,6 +49,7 @@ pub fn open(settings: &TextSettings, ctx: &DatasetContext) -> Result<WindowSets,
     let resolve = files::resolve_patterns;
     let (train, valid, test) =
         (resolve(&settings.train)?, resolve(&settings.valid)?, resolve(&settings.test)?);
+    [&train, &valid, &test].into_iter().flatten().try_for_each(|file| refuse_binary(file))?;
     let tokenizer = match settings.tokenizer.load_within_memory(ctx)? {
         Some(tokenizer) => tokenizer,
         None => Tokenizer::Characters(character_vocabulary(&[&train[..], &valid, &test].concat(), ctx)?),
@@ -87,6 +89,30 @@ pub fn open(settings: &TextSettings, ctx: &DatasetContext) -> Result<WindowSets,
         valid: other(valid_ids, valid, "valid")?,
         test: has_test.then(|| other(test_ids, test, "test")).transpose()?,
     })
+}
+
+/// Refuses a file of a known binary format, which the byte tokenizer would take, and text in UTF-16.
+fn refuse_binary(file: &Path) -> Result<(), DataError> {
+    let start = first_bytes(file)?;
+    if let [byte @ 0xff, 0xfe, ..] | [byte @ 0xfe, 0xff, ..] = start[..] {
+        return Err(DataError::InvalidUtf8 { file: file.to_owned(), offset: 0, byte });
+    }
+    match file_format::name(&start) {
+        None => Ok(()),
+        Some(format) => Err(DataError::Table {
+            file: file.to_owned(),
+            place: String::new(),
+            problem: format!("it is {format}, not text"),
+            hint: "extract the text into a text file, or into a field of JSON Lines for `kind = \"jsonl\"`",
+        }),
+    }
+}
+
+/// The first bytes of a file, decompressed.
+fn first_bytes(file: &Path) -> Result<Vec<u8>, DataError> {
+    let mut start = Vec::new();
+    let read = files::open(file)?.take(16).read_to_end(&mut start);
+    read.map(|_| start).map_err(|error| files::read_error(file, error))
 }
 
 /// Distinct characters of `files`; cached.
@@ -133,11 +159,14 @@ struct TextCorpus<'a> {
 impl TextCorpus<'_> {
     fn token_files(&self, ctx: &DatasetContext) -> Result<Vec<TokenIdFile>, DataError> {
         let plain = || -> Result<bool, DataError> {
-            let packed = self.files.iter().map(|file| files::compression(file));
-            Ok(packed
-                .collect::<Result<Vec<_>, _>>()?
-                .iter()
-                .all(|(packing, _)| *packing == FileCompression::Uncompressed))
+            for file in self.files {
+                let (packing, _) = files::compression(file)?;
+                if packing != FileCompression::Uncompressed || first_bytes(file)?.starts_with(BYTE_ORDER_MARK)
+                {
+                    return Ok(false);
+                }
+            }
+            Ok(true)
         };
         if *self.tokenizer_spec == TokenizerSpec::Bytes && self.separator.is_none() && plain()? {
             return self
@@ -287,6 +316,27 @@ mod tests {
         let (set, valid) = fixture.open(&own).unwrap();
         assert_eq!((set.len(), valid.len()), (5, 3));
         assert_eq!(texts(&valid, 0, 0).0, "wörld");
+    }
+
+    #[test]
+    fn binary_files_are_refused_and_a_byte_order_mark_is_left_out() {
+        let fixture = fixture();
+        let marked = fixture.write("marked", "\u{feff}hello, world".as_bytes());
+        for units in [TokenizerSpec::Characters, TokenizerSpec::Bytes] {
+            let (set, _) = fixture
+                .open(&TextSettings { split: whole(), ..settings(vec![marked.clone()], units, 5) })
+                .unwrap();
+            assert_eq!(texts(&set, 0, 0), ("hello".into(), "ello,".into()));
+        }
+        for (start, expected) in [
+            (&b"PAR1 and more bytes"[..], "it is a Parquet file, not text"),
+            (b"\xff\xfeh\0i\0", "0xff, is not UTF-8"),
+        ] {
+            let file = fixture.write("binary", start);
+            let error =
+                fixture.open(&settings(vec![file], TokenizerSpec::Bytes, 5)).err().unwrap().to_string();
+            assert!(error.contains(expected), "{error}");
+        }
     }
 
     /// The test set is the end of the text; each other character is predicted in the validation set of one fold.
