@@ -3,9 +3,10 @@
 //! All paths are concatenated in one buffer. Listing a folder opens only files without an extension, to see whether
 //! they are images, and reads no file size; a table of paths and labels is read once.
 
-use std::ffi::OsStr;
+use std::ffi::{OsStr, OsString};
 use std::fs;
 use std::io::Read;
+use std::num::NonZeroU64;
 use std::path::{Path, PathBuf};
 
 use super::class_names::ClassNames;
@@ -21,7 +22,7 @@ pub struct ImageListing {
     /// Concatenated image paths, relative to their containers.
     paths: Vec<u8>,
     images: Vec<ListedImage>,
-    /// Extent of each image in its tar archive; empty if no container is an archive.
+    /// Extent of each image in its archive; empty if no container is an archive.
     pub extents: Vec<Extent>,
     /// Headers of images in compressed archives, parsed while indexing and consumed by the header scan; empty if no
     /// archive is compressed.
@@ -44,11 +45,20 @@ struct ListedImage {
     class: u32,
 }
 
-/// A byte range of a file.
+/// Where the bytes of an image are in an archive.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Extent {
     pub start: u64,
     pub len: u64,
+    /// Whether the bytes are deflated, and how many they are then.
+    pub inflated: Option<NonZeroU64>,
+}
+
+impl Extent {
+    /// Bytes of the image.
+    pub fn image_bytes(&self) -> u64 {
+        self.inflated.map_or(self.len, NonZeroU64::get)
+    }
 }
 
 /// Image file extensions, matched case-insensitively. Formats that are not read, from `avif` on, are among them: such
@@ -187,20 +197,29 @@ impl ImageListing {
             }
         }
         if classes.is_empty() {
-            let why = "expected a folder of images for each class, and it has no folder".into();
-            return Err(DataError::NoSamples { set: format!("`{}`", root.display()), why });
+            return Err(DataError::Table {
+                file: root.to_owned(),
+                place: String::new(),
+                problem: "expected a folder of images for each class, and it has no folder".into(),
+                hint: "move the images of each class into a folder of its own, or name a table (.csv) of paths and labels",
+            });
         }
         if let [only] = &classes[..] {
             refuse_folder_of_classes(root, only)?;
         }
+        refuse_folder_of_sets(root, &classes)?;
         self.add_container(root);
         for name in classes {
             let before = self.len();
             let class = self.class_names.intern(&name.to_string_lossy());
             self.add_recursive(root, Path::new(&name), class, 0)?;
             if self.len() == before {
-                let set = format!("class folder `{}`", root.join(&name).display());
-                return Err(DataError::NoSamples { set, why: "no file in it has an image extension".into() });
+                return Err(DataError::Table {
+                    file: root.join(&name),
+                    place: String::new(),
+                    problem: "the folder is a class, and no file in it has an image extension".into(),
+                    hint: "add images of this class, or move the folder elsewhere",
+                });
             }
         }
         Ok(())
@@ -266,6 +285,40 @@ fn refuse_folder_of_classes(root: &Path, only: &OsStr) -> Result<(), DataError> 
     })
 }
 
+/// Whether a folder is named as a set of a dataset, not as a class.
+pub fn is_set_name(name: &str) -> bool {
+    const SETS: [&str; 9] =
+        ["train", "training", "valid", "val", "validation", "dev", "eval", "test", "testing"];
+    SETS.iter().any(|set| set.eq_ignore_ascii_case(name))
+}
+
+/// The error for images in the folders of several sets.
+pub fn several_sets(file: &Path, sets: &[String]) -> DataError {
+    let names: Vec<String> = sets.iter().map(|name| format!("`{name}`")).collect();
+    DataError::Table {
+        file: file.to_owned(),
+        place: String::new(),
+        problem: format!("its folders {} are sets, with folders of classes in each", names.join(", ")),
+        hint: "name the folder of each set: `train = [\"photos/train\"]` and `valid = [\"photos/valid\"]`",
+    }
+}
+
+/// Refuses a root such as `photos/` of `photos/train/cat` and `photos/valid/cat`.
+fn refuse_folder_of_sets(root: &Path, classes: &[OsString]) -> Result<(), DataError> {
+    let mut sets = Vec::new();
+    for name in classes {
+        let name = name.to_string_lossy();
+        if is_set_name(&name) {
+            let inside = sorted_entries(&root.join(&*name))?;
+            let has_images = inside.iter().any(|entry| !entry.is_folder && is_image(Path::new(&entry.name)));
+            if inside.iter().any(|entry| entry.is_folder) && !has_images {
+                sets.push(name.into_owned());
+            }
+        }
+    }
+    if sets.len() < 2 { Ok(()) } else { Err(several_sets(root, &sets)) }
+}
+
 /// Calls `visit` with the path, relative to `root`, of every image that [`ImageListing::add_folders`] adds, in the same
 /// order. Holds the names of one folder at a time.
 pub fn walk_image_folder(
@@ -312,13 +365,14 @@ fn is_image_file(root: &Path, path: &Path) -> bool {
     read.is_ok() && ImageHeader::is_known_format(&start)
 }
 
-/// Whether the file is metadata and not data, such as `.DS_Store` or an editor's backup.
+/// Whether the file or folder is metadata and not data, such as `.DS_Store`, an editor's backup, or what macOS adds to
+/// archives.
 pub fn is_hidden(name: &OsStr) -> bool {
-    name.as_encoded_bytes().starts_with(b".")
+    name.as_encoded_bytes().starts_with(b".") || name == "__MACOSX"
 }
 
 struct FolderEntry {
-    name: std::ffi::OsString,
+    name: OsString,
     is_folder: bool,
 }
 
@@ -364,7 +418,7 @@ mod tests {
         {
             touch(&root.join(path));
         }
-        for hidden in ["cat/.DS_Store", ".git/x.jpg", "dog/._2.JPG"] {
+        for hidden in ["cat/.DS_Store", ".git/x.jpg", "dog/._2.JPG", "__MACOSX/dog/2.JPG"] {
             touch(&root.join(hidden));
         }
         let listing = listed(root).unwrap();
@@ -399,6 +453,25 @@ mod tests {
         let error = listed(folder.path()).unwrap_err();
         assert!(error.to_string().contains("all images would be of one class"), "{error}");
         assert_eq!(listed(&folder.path().join("images")).unwrap().class_names.as_slice(), ["cat", "dog"]);
+    }
+
+    #[test]
+    fn sets_are_no_classes() {
+        let folder = tempfile::tempdir().unwrap();
+        let root = folder.path();
+        for path in ["train/cat/a.jpg", "train/dog/a.jpg", "Valid/cat/a.jpg", "test/dog/a.jpg"] {
+            touch(&root.join(path));
+        }
+        let error = listed(root).unwrap_err();
+        assert!(error.to_string().contains("its folders `Valid`, `test`, `train` are sets"), "{error}");
+        assert!(error.hint().unwrap().contains("photos/valid"));
+        assert_eq!(listed(&root.join("train")).unwrap().class_names.as_slice(), ["cat", "dog"]);
+        // Vehicles may be trains, and classes may have folders.
+        let vehicles = root.join("vehicles");
+        for path in ["train/red/a.jpg", "plane/red/a.jpg", "test/a.jpg"] {
+            touch(&vehicles.join(path));
+        }
+        assert_eq!(listed(&vehicles).unwrap().len(), 3);
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! Image datasets: one folder per class, a table of paths and labels, or tar archives.
+//! Image datasets: one folder per class, a table of paths and labels, or tar and zip archives.
 //!
 //! [`ImageFiles::open`] lists the images and reads their headers, which bound the memory that decoding takes.
 //! [`ImageDataset`] decodes and transforms an image on demand. Compressed tar archives can only be read sequentially:
@@ -15,15 +15,18 @@ mod listing;
 mod more_formats;
 mod other_formats;
 mod pnm;
+mod source_kind;
 mod table;
 mod tar;
 mod tar_shards;
+mod zip;
 
 #[cfg(test)]
 mod fixtures;
 
 pub use class_names::ClassNames;
 pub use listing::walk_image_folder;
+pub use source_kind::fingerprint_inputs;
 pub use table::{LabelColumns, walk_image_table};
 pub use tar_shards::TarShards;
 
@@ -36,7 +39,8 @@ use rayon::prelude::*;
 
 use self::decode::ImageDecoder;
 use self::header::ImageHeader;
-use self::listing::ImageListing;
+use self::listing::{Extent, ImageListing};
+use self::source_kind::ImageSourceKind;
 use super::labels::{self, LabelLists};
 use super::split::SampleKeys;
 use super::transforms::{
@@ -44,7 +48,7 @@ use super::transforms::{
 };
 use super::{
     BatchRow, DataError, Dataset, DatasetContext, Features, InputSpec, SampleKey, SliceMut, TargetSpec,
-    files, fingerprint, warnings,
+    files, warnings,
 };
 use crate::base::regular_file;
 use crate::base::units::counted;
@@ -68,7 +72,7 @@ pub struct ImageOptions {
 /// The images of a training or validation set.
 pub struct ImageFiles {
     listing: ImageListing,
-    /// Open tar archives by container; `None` for folders.
+    /// Open archives by container; `None` for folders.
     archives: Vec<Option<File>>,
     options: ImageOptions,
     pub compressed: bool,
@@ -113,7 +117,7 @@ const EXCLUSIVE_ONE_IN: usize = 16;
 const HEADER_BATCH: usize = 4096;
 
 impl ImageFiles {
-    /// Lists the images of `files`: class folders, tables (.csv, .tsv) and tar archives. With `classes`, from another
+    /// Lists the images of `files`: class folders, tables (.csv, .tsv), tar archives and zip files. With `classes`, from another
     /// split, only those classes are allowed and they keep their ids.
     pub fn open(
         files: &[PathBuf],
@@ -132,6 +136,11 @@ impl ImageFiles {
                 }
                 ImageSourceKind::Table => {
                     listing.add_table(file, &options.columns)?;
+                    compressed.push(false);
+                }
+                ImageSourceKind::Zip => {
+                    listing.extents.resize(listing.len(), Default::default());
+                    by_folder |= listing.add_zip(file)?;
                     compressed.push(false);
                 }
                 ImageSourceKind::Tar => {
@@ -305,11 +314,8 @@ impl ImageFiles {
     /// Header and file length of image `index`, if readable.
     fn read_header(&self, index: usize) -> std::io::Result<(Option<ImageHeader>, u64)> {
         let opened;
-        let (file, start, len) = match &self.archives[self.listing.container(index)] {
-            Some(archive) => {
-                let extent = self.listing.extents[index];
-                (archive, extent.start, extent.len)
-            }
+        let (file, extent) = match &self.archives[self.listing.container(index)] {
+            Some(archive) => (archive, self.listing.extents[index]),
             None => {
                 let path = self.path(index);
                 let about = std::fs::metadata(&path)?;
@@ -318,15 +324,24 @@ impl ImageFiles {
                     return Ok((None, 0));
                 }
                 opened = File::open(path)?;
-                (&opened, 0, about.len())
+                (&opened, Extent { len: about.len(), ..Extent::default() })
             }
         };
         let header = ImageHeader::read(self.options.channels, |at, into| {
-            let readable = into.len().min(len.saturating_sub(at) as usize);
-            files::read_exact_at(file, &mut into[..readable], start + at)?;
+            let readable = into.len().min(extent.image_bytes().saturating_sub(at) as usize);
+            let into = &mut into[..readable];
+            match extent.inflated {
+                None => files::read_exact_at(file, into, extent.start + at)?,
+                // The first read covers the header of nearly every image; another one inflates from the start again.
+                Some(_) => {
+                    let mut member = zip::member_reader(file, extent);
+                    std::io::copy(&mut member.by_ref().take(at), &mut std::io::sink())?;
+                    member.read_exact(into)?;
+                }
+            }
             Ok(readable)
         })?;
-        Ok((header, len))
+        Ok((header, extent.image_bytes()))
     }
 
     fn open_decoder<'a>(&self, file: &'a [u8]) -> Result<ImageDecoder<'a>, String> {
@@ -349,10 +364,16 @@ impl ImageFiles {
         };
         if let Some(archive) = &self.archives[self.listing.container(index)] {
             let extent = self.listing.extents[index];
-            check(extent.len)?;
-            reserve(extent.len)?;
-            into.resize(extent.len as usize, 0);
-            return files::read_exact_at(archive, into, extent.start).map_err(DataError::io(&path));
+            let len = extent.image_bytes();
+            check(len)?;
+            reserve(len)?;
+            into.resize(len as usize, 0);
+            return match extent.inflated {
+                None => files::read_exact_at(archive, into, extent.start).map_err(DataError::io(&path)),
+                Some(_) => zip::member_reader(archive, extent)
+                    .read_exact(into)
+                    .map_err(|error| self.record_error(index, format!("it cannot be inflated: {error}"))),
+            };
         }
         let read = regular_file::open(&path).and_then(|file| {
             let len = file.metadata()?.len();
@@ -458,55 +479,6 @@ impl ImageFiles {
             ));
         }
         about
-    }
-}
-
-/// Files that a job names, as inputs of the fingerprint.
-pub fn fingerprint_inputs(
-    key: &'static str,
-    files: &[PathBuf],
-    columns: &LabelColumns,
-) -> Result<Vec<fingerprint::FingerprintInput>, DataError> {
-    let kind = |file: PathBuf| {
-        Ok(match ImageSourceKind::of(&file)? {
-            ImageSourceKind::Folders => fingerprint::InputKind::Folder(file),
-            ImageSourceKind::Table => fingerprint::InputKind::Table(file, columns.clone()),
-            ImageSourceKind::Tar => fingerprint::InputKind::Files(vec![file]),
-        })
-    };
-    let inputs = files::resolve_patterns(files)?
-        .into_iter()
-        .map(|file| Ok(fingerprint::FingerprintInput { key, kind: kind(file)? }));
-    inputs.collect()
-}
-
-enum ImageSourceKind {
-    Folders,
-    Table,
-    Tar,
-}
-
-impl ImageSourceKind {
-    /// Kind of a file, from its name: the content may be compressed.
-    fn of(file: &Path) -> Result<Self, DataError> {
-        if file.is_dir() {
-            return Ok(ImageSourceKind::Folders);
-        }
-        let name = file.file_name().unwrap_or_default().to_string_lossy().to_ascii_lowercase();
-        let bare = [".gz", ".zst", ".bz2", ".xz"]
-            .iter()
-            .find_map(|packed| name.strip_suffix(packed))
-            .unwrap_or(&name);
-        match bare.rsplit('.').next() {
-            Some("csv" | "tsv") => Ok(ImageSourceKind::Table),
-            Some("tar" | "tgz" | "tzst") => Ok(ImageSourceKind::Tar),
-            _ => {
-                // A path that does not exist gets its own error.
-                std::fs::metadata(file).map_err(DataError::io(file))?;
-                let why = "expected a folder, or a file named .csv, .tsv, .tar, .tar.gz or .tar.zst".into();
-                Err(DataError::NoSamples { set: format!("`{}`", file.display()), why })
-            }
-        }
     }
 }
 

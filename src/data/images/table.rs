@@ -34,8 +34,12 @@ impl ImageListing {
             Ok(())
         })?;
         if self.len() == before {
-            let why = "it has a header but no rows".into();
-            return Err(DataError::NoSamples { set: format!("`{}`", file.display()), why });
+            return Err(DataError::Table {
+                file: file.to_owned(),
+                place: String::new(),
+                problem: "it has a header but no rows".into(),
+                hint: "add a row for each image",
+            });
         }
         Ok(())
     }
@@ -66,7 +70,12 @@ fn for_each_row(
         found.ok_or_else(|| {
             let shown: Vec<_> = header.iter().map(|h| format!("`{}`", String::from_utf8_lossy(h))).collect();
             let problem = format!("no column `{name}`; the columns are {}", shown.join(", "));
-            DataError::Record { file: file.to_owned(), place: "line 1".into(), problem }
+            DataError::Table {
+                file: file.to_owned(),
+                place: "line 1".into(),
+                problem,
+                hint: "set `path_column` and `label_column` to the columns of the paths and the labels",
+            }
         })
     };
     let (path, label) = (column(&columns.path)?, column(&columns.label)?);

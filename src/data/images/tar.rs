@@ -3,16 +3,16 @@
 //! The class of a member comes from the member `NAME.cls` beside it, as in WebDataset, or from its folder. Offsets
 //! count uncompressed bytes: a plain archive supports random access, a compressed one is read from the start.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap, HashSet};
 use std::ffi::OsStr;
 use std::fs::File;
 use std::io::{BufWriter, Read, Write};
-use std::path::{Path, PathBuf};
+use std::path::{Component, Path, PathBuf};
 
 use tar::{Archive, Entry};
 
 use super::header::ImageHeader;
-use super::listing::{Extent, ImageListing, is_hidden, is_image};
+use super::listing::{Extent, ImageListing, is_hidden, is_image, is_set_name, several_sets};
 use crate::base::regular_file;
 use crate::data::cache::CacheKey;
 use crate::data::files::{self, FileCompression};
@@ -26,13 +26,13 @@ const MAX_LABEL_BYTES: u64 = 1 << 10;
 
 /// The images of one archive, in order.
 #[derive(Debug, Default, PartialEq, Eq)]
-struct TarIndex {
-    members: Vec<TarMember>,
+pub(super) struct MemberIndex {
+    members: Vec<ArchiveMember>,
     ignored: u64,
 }
 
 #[derive(Debug, PartialEq, Eq)]
-struct TarMember {
+struct ArchiveMember {
     path: String,
     label: String,
     /// Whether the label is the folder name.
@@ -42,7 +42,7 @@ struct TarMember {
     header: Option<ImageHeader>,
 }
 
-impl TarMember {
+impl ArchiveMember {
     /// Whether its label is a list.
     fn is_list(&self) -> bool {
         !self.by_folder && self.label.starts_with('[') && self.label.ends_with(']')
@@ -60,17 +60,31 @@ impl ImageListing {
         let (compression, length) = files::compression(file)?;
         let cache_key =
             CacheKey::new(&[file.to_owned()], &format!("tar, lists of labels, headers for {channels}"))?;
-        let build_index = || TarIndex::build(file, (compression, length), channels, ctx);
+        let build_index = || MemberIndex::build(file, (compression, length), channels, ctx);
         let make = |out: &mut BufWriter<File>| build_index()?.write(out, file);
         let cached = ctx.cache.get_or_create("tar-index", cache_key, make)?;
-        let index = match TarIndex::read(&cached) {
+        let index = match MemberIndex::read(&cached) {
             Some(index) => index,
             // The cached index is damaged: rebuild it.
             None => build_index()?,
         };
+        let compressed = compression != FileCompression::Uncompressed;
+        if compressed {
+            // `headers` stays parallel to the images: a dataset that mixes plain and compressed archives is refused.
+            self.headers.extend(index.members.iter().map(|member| member.header));
+        }
+        Ok((compressed, self.add_members(file, &index)?))
+    }
+
+    /// Adds the members of the archive `file`. Returns whether classes come from folders.
+    pub(super) fn add_members(&mut self, file: &Path, index: &MemberIndex) -> Result<bool, DataError> {
         if index.members.is_empty() {
-            let why = "no member has an image extension".into();
-            return Err(DataError::NoSamples { set: format!("`{}`", file.display()), why });
+            return Err(DataError::Table {
+                file: file.to_owned(),
+                place: String::new(),
+                problem: "no member has an image extension".into(),
+                hint: "an archive has images in a folder for each class, or with a `.cls` member beside each",
+            });
         }
         self.add_container(file);
         for member in &index.members {
@@ -78,24 +92,16 @@ impl ImageListing {
             self.has_lists |= member.is_list();
             self.add(OsStr::new(&member.path), class);
             self.extents.push(member.extent);
-            if compression != FileCompression::Uncompressed {
-                // `headers` stays parallel to the images: a dataset that mixes plain and compressed archives is
-                // refused.
-                self.headers.push(member.header);
-            }
         }
         if index.ignored > 0 {
             self.ignored.0 += index.ignored - 1;
             self.ignore(file.join("..."));
         }
-        Ok((
-            compression != FileCompression::Uncompressed,
-            index.members.iter().any(|member| member.by_folder),
-        ))
+        Ok(index.members.iter().any(|member| member.by_folder))
     }
 }
 
-impl TarIndex {
+impl MemberIndex {
     fn build(
         file: &Path,
         (compression, length): (FileCompression, u64),
@@ -104,7 +110,7 @@ impl TarIndex {
     ) -> Result<Self, DataError> {
         let activity = format!("listing the images in {}", file.display());
         let fault = |error| files::read_error(file, error);
-        let mut found = TarScan::default();
+        let mut found = MemberScan::default();
         if compression == FileCompression::Uncompressed {
             // Seek from header to header without reading the content.
             let mut archive = Archive::new(regular_file::open(file).map_err(DataError::io(file))?);
@@ -184,7 +190,7 @@ impl TarIndex {
         let (count, ignored) = (number(&mut rest)?, number(&mut rest)?);
         let mut members = Vec::new();
         for _ in 0..count {
-            let extent = Extent { start: number(&mut rest)?, len: number(&mut rest)? };
+            let extent = Extent { start: number(&mut rest)?, len: number(&mut rest)?, inflated: None };
             let by_folder = number(&mut rest)? == 1;
             let mut header = [0; 5];
             for n in &mut header {
@@ -192,7 +198,7 @@ impl TarIndex {
             }
             let header = ImageHeader::from_words(header);
             let (path, label) = (text(&mut rest)?, text(&mut rest)?);
-            members.push(TarMember { path, label, by_folder, extent, header });
+            members.push(ArchiveMember { path, label, by_folder, extent, header });
         }
         rest.is_empty().then_some(Self { members, ignored })
     }
@@ -200,7 +206,7 @@ impl TarIndex {
 
 /// Members found so far.
 #[derive(Default)]
-struct TarScan {
+pub(super) struct MemberScan {
     images: Vec<(PathBuf, Extent, Option<ImageHeader>)>,
     /// Keyed by member path up to the first dot of the file name, as WebDataset groups members.
     labels: HashMap<PathBuf, (LabelKind, String)>,
@@ -269,7 +275,7 @@ fn json_label(text: &str) -> Option<String> {
     }
 }
 
-impl TarScan {
+impl MemberScan {
     /// Whether the content of the member is read as a label.
     fn is_label<R: Read>(&self, entry: &Entry<'_, R>) -> bool {
         entry.path().is_ok_and(|path| LabelKind::of(&path).is_some())
@@ -286,53 +292,103 @@ impl TarScan {
         header: Option<ImageHeader>,
         file: &Path,
     ) -> Result<u64, DataError> {
-        let extent = Extent { start: entry.raw_file_position(), len: entry.size() };
+        let extent = Extent { start: entry.raw_file_position(), len: entry.size(), inflated: None };
         let path = entry.path().map_err(|error| files::read_error(file, error))?.into_owned();
-        let hidden = path.file_name().is_none_or(is_hidden);
-        if entry.header().entry_type().is_file() && !hidden {
-            if is_image(&path) {
-                self.images.push((path, extent, header));
-            } else if let Some(kind) = LabelKind::of(&path) {
-                let mut text = String::new();
-                let read = entry.by_ref().take(kind.max_bytes()).read_to_string(&mut text);
-                let label = kind.label(read.map(|_| text)).map_err(|problem| {
-                    let problem = format!("expected a label, a word or a number as text: {problem}");
-                    member_error(file, &path, problem)
-                })?;
-                match label {
-                    Some(label) => {
-                        let place = self.labels.entry(stem(&path)).or_insert_with(|| (kind, label.clone()));
-                        if kind < place.0 {
-                            *place = (kind, label);
-                        }
-                    }
-                    None => self.ignored += 1,
-                }
-            } else {
-                self.ignored += 1;
-            }
+        if entry.header().entry_type().is_file() {
+            self.add_member(path, extent, header, &mut entry, file)?;
         }
         Ok(extent.start.saturating_add(extent.len))
     }
 
-    fn into_index(self, file: &Path) -> Result<TarIndex, DataError> {
+    /// Records a file of the archive; `content` is read if it is a label.
+    pub(super) fn add_member(
+        &mut self,
+        path: PathBuf,
+        extent: Extent,
+        header: Option<ImageHeader>,
+        content: &mut dyn Read,
+        file: &Path,
+    ) -> Result<(), DataError> {
+        if path.components().any(|part| is_hidden(part.as_os_str()) && part != Component::CurDir) {
+            return Ok(());
+        }
+        if is_image(&path) {
+            self.images.push((path, extent, header));
+            return Ok(());
+        }
+        let Some(kind) = LabelKind::of(&path) else {
+            self.ignored += 1;
+            return Ok(());
+        };
+        let mut text = String::new();
+        let read = content.take(kind.max_bytes()).read_to_string(&mut text);
+        let label = kind.label(read.map(|_| text)).map_err(|problem| {
+            let problem = format!("expected a label, a word or a number as text: {problem}");
+            member_error(file, &path, problem)
+        })?;
+        match label {
+            Some(label) => {
+                let place = self.labels.entry(stem(&path)).or_insert_with(|| (kind, label.clone()));
+                if kind < place.0 {
+                    *place = (kind, label);
+                }
+            }
+            None => self.ignored += 1,
+        }
+        Ok(())
+    }
+
+    pub(super) fn into_index(mut self, file: &Path) -> Result<MemberIndex, DataError> {
+        self.check_sets(file)?;
+        self.keep_one_image_per_sample();
         let member = |(path, extent, header): (PathBuf, Extent, Option<ImageHeader>)| {
             let folder =
                 path.parent().and_then(Path::file_name).map(|name| name.to_string_lossy().into_owned());
-            // A text beside an image in a class folder is its caption.
-            let sidecar = self.labels.get(&stem(&path));
-            let sidecar = sidecar.filter(|(kind, _)| *kind != LabelKind::Txt || folder.is_none());
-            let sidecar = sidecar.map(|(_, label)| label.clone());
+            let sidecar = sidecar(&self.labels, &path).map(str::to_owned);
             let by_folder = sidecar.is_none();
             let Some(label) = sidecar.or(folder) else {
                 let problem = "it has no class: it is in no folder, and there is no `.cls`, `.json` or `.txt` member with a label beside it";
                 return Err(member_error(file, &path, problem.into()));
             };
-            Ok(TarMember { path: path.to_string_lossy().into_owned(), label, by_folder, extent, header })
+            Ok(ArchiveMember { path: path.to_string_lossy().into_owned(), label, by_folder, extent, header })
         };
         let members = self.images.into_iter().map(member).collect::<Result<_, _>>()?;
-        Ok(TarIndex { members, ignored: self.ignored })
+        Ok(MemberIndex { members, ignored: self.ignored })
     }
+}
+
+impl MemberScan {
+    /// Refuses an archive with `train/cat/1.jpg` and `test/cat/1.jpg`: its images are of several sets.
+    fn check_sets(&self, file: &Path) -> Result<(), DataError> {
+        let set = |(path, ..): &(PathBuf, Extent, Option<ImageHeader>)| {
+            let name = path.parent()?.parent()?.file_name()?.to_str()?;
+            is_set_name(name).then(|| name.to_owned())
+        };
+        let sets: BTreeSet<String> = self.images.iter().filter_map(set).collect();
+        let sets: Vec<String> = sets.into_iter().collect();
+        if sets.len() < 2 { Ok(()) } else { Err(several_sets(file, &sets)) }
+    }
+
+    /// A sample of WebDataset may have other images than its input, such as the segmentation `1.seg.png` beside `1.png`:
+    /// the one with a plain extension is the input.
+    fn keep_one_image_per_sample(&mut self) {
+        let is_plain = |path: &Path| !path.file_stem().unwrap_or_default().to_string_lossy().contains('.');
+        let inputs: HashSet<PathBuf> =
+            self.images.iter().filter(|(path, ..)| is_plain(path)).map(|(path, ..)| stem(path)).collect();
+        let before = self.images.len();
+        let labels = &self.labels;
+        self.images.retain(|(path, ..)| {
+            is_plain(path) || !inputs.contains(&stem(path)) || sidecar(labels, path).is_none()
+        });
+        self.ignored += (before - self.images.len()) as u64;
+    }
+}
+
+/// The label of the member beside an image. A text beside an image in a class folder is its caption.
+fn sidecar<'a>(labels: &'a HashMap<PathBuf, (LabelKind, String)>, image: &Path) -> Option<&'a str> {
+    let (kind, label) = labels.get(&stem(image))?;
+    let in_folder = image.parent().and_then(Path::file_name).is_some();
+    (*kind != LabelKind::Txt || !in_folder).then_some(label)
 }
 
 fn member_error(file: &Path, member: &Path, problem: String) -> DataError {
@@ -408,6 +464,29 @@ pub(super) mod tests {
             assert_eq!((content(0), content(1), content(2)), (&b"one"[..], &b"two"[..], &b"three"[..]));
             assert_eq!(listing.ignored.0, 1);
         }
+    }
+
+    #[test]
+    fn a_sample_with_several_images_has_one_input() {
+        let members: [(&str, &[u8]); 8] = [
+            ("0001.seg.png", b"mask"),
+            ("0001.png", b"one"),
+            ("0001.cls", b"7"),
+            ("0002.png", b"two"),
+            ("0002.cls", b"8"),
+            // Names in a folder of a class may have dots.
+            ("cat/a.png", b"three"),
+            ("cat/a.1.png", b"four"),
+            ("__MACOSX/cat/a.png", b"no"),
+        ];
+        let bytes = tar(&members);
+        let (listing, _) = listed(&bytes).unwrap();
+        let paths: Vec<_> = (0..listing.len()).map(|i| listing.path(i).to_str().unwrap()).collect();
+        assert_eq!(paths, ["0001.png", "0002.png", "cat/a.png", "cat/a.1.png"]);
+        assert_eq!(listing.ignored.0, 1);
+        let sets = tar(&[("p/train/cat/1.png", b"x"), ("p/test/cat/1.png", b"x")]);
+        let error = listed(&sets).unwrap_err().to_string();
+        assert!(error.contains("its folders `test`, `train` are sets"), "{error}");
     }
 
     #[test]

@@ -117,7 +117,7 @@ impl ShardReader for TarShardReader {
         if self.next == self.end {
             return Ok(false);
         }
-        let Extent { start, len } = self.image_files.listing.extents[self.next];
+        let Extent { start, len, .. } = self.image_files.listing.extents[self.next];
         let fault = |error| files::read_error(&self.file, error);
         let skipped = std::io::copy(&mut self.input.by_ref().take(start - self.position), &mut sink())
             .map_err(fault)?;

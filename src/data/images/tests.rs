@@ -46,7 +46,7 @@ fn write(path: &Path, bytes: &[u8]) {
     fs::write(path, bytes).unwrap();
 }
 
-/// The same four images give the same samples from folders, a table and tar archives.
+/// The same four images give the same samples from folders, a table and archives.
 #[test]
 fn folders_tables_and_archives_give_the_same_samples() {
     let folder = tempfile::tempdir().unwrap();
@@ -72,6 +72,9 @@ fn folders_tables_and_archives_give_the_same_samples() {
         .collect();
     let with_labels: Vec<(&str, &[u8])> = with_labels.iter().map(|(a, b)| (&a[..], &b[..])).collect();
     write(&root.join("a.tar"), &tar::tests::tar(&with_labels));
+    // The images are deflated, since every other member is.
+    let with_readme = [&[("readme.md", &b"x"[..])], &with_labels[..]].concat();
+    write(&root.join("a.zip"), &zip::tests::zip(&with_readme));
 
     let of = |name: &str| {
         let set = open(&[root.join(name)], root).unwrap();
@@ -88,12 +91,13 @@ fn folders_tables_and_archives_give_the_same_samples() {
         samples
     };
     let expected = [(10, 0), (20, 0), (30, 1), (40, 1)];
-    for name in ["set", "labels.csv", "a.tar"] {
+    for name in ["set", "labels.csv", "a.tar", "a.zip"] {
         assert_eq!(of(name), expected, "{name}");
     }
-    let both = open(&[root.join("set"), root.join("a.tar"), root.join("labels.csv")], root).unwrap();
-    assert_eq!((both.len(), both.class_counts()), (12, Some(vec![6, 6])));
-    assert!((0..12).all(|i| sample(&both, i).is_ok()));
+    let all = ["set", "a.tar", "a.zip", "labels.csv"].map(|name| root.join(name));
+    let both = open(&all, root).unwrap();
+    assert_eq!((both.len(), both.class_counts()), (16, Some(vec![8, 8])));
+    assert!((0..16).all(|i| sample(&both, i).is_ok()));
     assert!(both.resident_bytes() < 4 << 20, "{}", both.resident_bytes());
 }
 
@@ -199,12 +203,9 @@ fn a_set_that_cannot_be_is_refused() {
         &dataset_context(root),
     );
     assert!(valid.err().unwrap().to_string().contains("class `fox` of the validation set"));
-    write(&root.join("images.zip"), b"PK");
-    let text = open(&[root.join("images.zip")], root).err().unwrap().to_string();
-    assert!(
-        text.contains("expected a folder, or a file named .csv, .tsv, .tar, .tar.gz or .tar.zst"),
-        "{text}"
-    );
+    write(&root.join("images.rar"), b"Rar");
+    let text = open(&[root.join("images.rar")], root).err().unwrap().to_string();
+    assert!(text.contains("expected a folder, or a file named .csv, .tsv, .tar, .tar.gz"), "{text}");
     assert!(matches!(open(&[root.join("none")], root), Err(DataError::Io { .. })));
     let small = DatasetContext { max_bytes: 10, ..dataset_context(root) };
     let large = ImageFiles::open(&[root.join("train")], image_options(1), None, &small).err().unwrap();

@@ -49,12 +49,12 @@ pub struct IdxConfig {
     pub augment: AugmentConfig,
 }
 
-/// Images in JPEG, PNG or WebP files: folders named by class, tables of paths and labels, or tar files. The
+/// Images in JPEG, PNG or WebP files: folders named by class, tables of paths and labels, or archives (tar, zip). The
 /// format is detected from the content, and the EXIF orientation is applied.
 ///
 /// `train` and `valid` take folders that contain a folder of images for each class; tables (.csv, .tsv) with a
-/// header and paths relative to the table; tar files (.tar, or compressed as .tar.gz and .tar.zst, which are read
-/// sequentially), where an image's class is the folder that contains it or the text of the member `NAME.cls` beside it, or the field `label` of `NAME.json`.
+/// header and paths relative to the table; zip files, and tar files (.tar, or compressed as .tar.gz and .tar.zst, which
+/// are read sequentially), where an image's class is the folder that contains it or the text of the member `NAME.cls` beside it, or the field `label` of `NAME.json`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct ImagesConfig {
     #[serde(flatten)]
