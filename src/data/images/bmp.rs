@@ -122,7 +122,7 @@ impl<'a> Bmp<'a> {
 }
 
 /// Value `x` of a row of values of `bits` bits, 1 to 8, the first in the highest bits of a byte.
-fn packed(row: &[u8], x: usize, bits: usize) -> u8 {
+pub fn packed(row: &[u8], x: usize, bits: usize) -> u8 {
     let at = x * bits;
     row[at / 8] >> (8 - bits - at % 8) & (0xff >> (8 - bits))
 }
