@@ -8,7 +8,7 @@ use super::signals;
 use crate::base::units::{Bytes, counted};
 use crate::data::DataError;
 use crate::graph::network::StepError;
-use crate::job::JobChange;
+use crate::job::{InitHead, JobChange};
 use crate::memory::Oom;
 use crate::models::ModelError;
 use crate::planner::MemoryPlan;
@@ -182,11 +182,14 @@ impl Failure {
             Failure::SessionDoesNotFit { .. } => Some(
                 "raise `memory.ram` or `memory.vram` by `--set`, or choose another `--device`".into(),
             ),
-            Failure::Init(InitError::Mismatch(_)) => Some(
+            Failure::Init(InitError::Mismatch { policy: InitHead::Strict, .. }) => Some(
                 "`train.init_head = \"auto\"` makes a new head where the classes differ; other parameters must be those of \
                  the same model"
                     .into(),
             ),
+            Failure::Init(InitError::Mismatch { policy: InitHead::Auto, .. }) => {
+                Some("`model` must be that of the weights, except for its classes, vocabulary and context".into())
+            }
             Failure::WrongTask { instead, .. } => Some((*instead).into()),
             Failure::BadRow(_) => {
                 Some("`--set data.on_bad_record=skip` writes the error into the row and continues".into())

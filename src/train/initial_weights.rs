@@ -28,8 +28,8 @@ const MAX_INDEX_BYTES: u64 = 64 << 20;
 pub enum InitError {
     #[error("`train.init` is `{}`, which {problem}", path.display())]
     Unreadable { path: PathBuf, problem: String },
-    #[error("`train.init`: {}", .0.join("; "))]
-    Mismatch(Vec<String>),
+    #[error("`train.init`: {}", problems.join("; "))]
+    Mismatch { problems: Vec<String>, policy: InitHead },
 }
 
 /// What happens to each parameter.
@@ -120,7 +120,7 @@ impl InitialWeights {
             if more > 0 {
                 problems.push(format!("and {more} more"));
             }
-            return Err(InitError::Mismatch(problems));
+            return Err(InitError::Mismatch { problems, policy });
         }
         report.left_over = self.places.keys().filter(|name| !taken.contains(*name)).cloned().collect();
         (self.report, self.taken) = (report, taken);
@@ -308,5 +308,10 @@ mod tests {
         );
         let missing = InitialWeights::open(&at.join("nowhere"), &layout(4, 2), "head", InitHead::Auto);
         assert!(missing.err().unwrap().to_string().contains("does not exist"));
+        let torch = at.join("model.pt");
+        std::fs::write(&torch, b"PK\x03\x04 and what torch.save writes").unwrap();
+        let error =
+            InitialWeights::open(&torch, &layout(4, 2), "head", InitHead::Auto).err().unwrap().to_string();
+        assert!(error.contains("it is a zip file") && error.contains("save_file(torch.load("), "{error}");
     }
 }

@@ -10,7 +10,7 @@ use safetensors::tensor::{Dtype, Metadata, TensorInfo};
 
 use super::Failure;
 use super::tensor_files::{FilterPermutation, permute_filter};
-use crate::base::regular_file;
+use crate::base::{file_format, regular_file};
 use crate::kernels::host;
 use crate::kernels::update::cast_into;
 use crate::params::{MemoryFormat, TensorSpec};
@@ -37,6 +37,12 @@ impl TensorReader {
         let file_bytes = file.metadata()?.len();
         let mut length = [0; size_of::<u64>()];
         file.read_exact(&mut length).map_err(|_| refused("it has no header".into()))?;
+        if let Some(format) = file_format::name(&length) {
+            return Err(refused(format!(
+                "it is {format}; `safetensors.torch.save_file(torch.load(\"model.pt\"), \"model.safetensors\")` converts \
+                 weights of PyTorch"
+            )));
+        }
         let header_bytes = u64::from_le_bytes(length);
         if header_bytes > MAX_HEADER_BYTES.min(file_bytes) {
             return Err(refused(format!("its header would have {header_bytes} bytes")));

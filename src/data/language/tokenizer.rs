@@ -44,7 +44,14 @@ impl TokenizerSpec {
     /// As [`TokenizerSpec::load`], if the memory budget covers the tokenizer and the text it works on.
     pub fn load_within_memory(&self, ctx: &DatasetContext) -> Result<Option<Tokenizer>, DataError> {
         if let TokenizerSpec::File(file) = self {
-            let bytes = std::fs::metadata(file).map_err(DataError::io(file))?.len().min(MAX_TOKENIZER_BYTES);
+            let about = std::fs::metadata(file).map_err(|error| match error.kind() {
+                std::io::ErrorKind::NotFound => DataError::Tokenizer {
+                    file: file.clone(),
+                    problem: "there is no such file, and names of models are not looked up".into(),
+                },
+                _ => DataError::io(file)(error),
+            })?;
+            let bytes = about.len().min(MAX_TOKENIZER_BYTES);
             ctx.check_memory(file, BYTES_PER_FILE_BYTE * bytes + thread_bytes())?;
             let tokenizer = HfTokenizer::open_within(file, ctx.available_bytes())?;
             return Ok(Some(Tokenizer::HuggingFace(Box::new(tokenizer))));
@@ -293,6 +300,14 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+
+    #[test]
+    fn a_tokenizer_that_is_no_file_is_named() {
+        let error =
+            TokenizerSpec::File("gpt2".into()).load_within_memory(&DatasetContext::default()).err().unwrap();
+        assert!(error.to_string().starts_with("`gpt2` cannot be used as a tokenizer: there is no such file"));
+        assert!(error.hint().unwrap().contains("tokenizer.json"));
+    }
 
     #[test]
     fn characters_are_their_places_and_other_tools_can_read_them() {
