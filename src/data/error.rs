@@ -68,6 +68,10 @@ pub enum DataError {
     #[error("`{}`{}: {problem}", file.display(), at(place))]
     Record { file: PathBuf, place: String, problem: String },
 
+    /// A record without a field that a key of the job names.
+    #[error("`{}`{}: {problem}", file.display(), at(place))]
+    MissingField { file: PathBuf, place: String, problem: String },
+
     #[error("{}, more than the limit of {limit}; the first: {}", counted(*count, "bad record"), first.join("; "))]
     TooManyBad { count: u64, limit: u64, first: Vec<String> },
 
@@ -146,6 +150,10 @@ impl DataError {
                 "correct the record, or the keys of `[data]` that say how to read it, or set `on_bad_record = \"skip\"` to \
                  skip it"
             }
+            DataError::MissingField { .. } => {
+                "set the key that names the field (`field`, `label`, `chat`, `messages`), or set `on_bad_record = \"skip\"` \
+                 to skip such records"
+            }
             DataError::TooManyBad { .. } => "correct the files, or raise `data.max_bad_records`",
             DataError::ChangedSinceOpen { .. } => "do not change the files during a run; restart the run",
             DataError::InvalidUtf8 { .. } => "convert the file to UTF-8, or remove it from the dataset",
@@ -199,7 +207,13 @@ impl DataError {
 
     /// Whether a single record is at fault, so that the rest of the dataset is usable.
     pub fn is_bad_record(&self) -> bool {
-        matches!(self, DataError::Value { .. } | DataError::Cell { .. } | DataError::Record { .. })
+        matches!(
+            self,
+            DataError::Value { .. }
+                | DataError::Cell { .. }
+                | DataError::Record { .. }
+                | DataError::MissingField { .. }
+        )
     }
 
     pub(super) fn write(file: &std::path::Path) -> impl FnOnce(io::Error) -> DataError + '_ {

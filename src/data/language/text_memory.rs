@@ -43,6 +43,8 @@ impl TextMemory {
 pub enum TextError {
     /// The text or its record is not usable.
     Invalid(String),
+    /// The record lacks a field that the job names.
+    MissingField(String),
     /// `what` takes more than `limit` bytes, which are left for it.
     Memory { what: &'static str, limit: u64 },
 }
@@ -59,6 +61,7 @@ impl TextError {
         let file = file.to_owned();
         match self {
             TextError::Invalid(problem) => DataError::Record { file, place, problem },
+            TextError::MissingField(problem) => DataError::MissingField { file, place, problem },
             TextError::Memory { what, limit } => DataError::RecordMemory { file, place, what, limit },
         }
     }

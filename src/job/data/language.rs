@@ -37,7 +37,8 @@ pub struct TokensConfig {
     #[serde(flatten)]
     pub files: FilesConfig,
     /// Type of an id; `auto` follows the header of llm.c or NumPy (`.npy`); without a header it is `u16`, or `u32` or
-    /// `u64` if the upper halves of the first ids are 0. Files that seem to have ids of one byte are refused.
+    /// `u64` if the upper halves of the first ids are 0. Files that seem to have ids of one byte, floats or
+    /// big-endian ids are refused.
     #[serde(default)]
     pub dtype: TokenDtype,
     /// Vocabulary size; if absent, that of `tokenizer`, or else the largest id in the files plus one.
@@ -53,8 +54,8 @@ pub struct TokensConfig {
     pub windows: WindowMode,
 }
 
-/// JSON lines, plain, gzip or zstd: texts or chats for a language model, or texts to classify. They are tokenized once
-/// and cached in `runs/.data`.
+/// JSON lines or a JSON array of records, plain, gzip or zstd: texts or chats for a language model, or texts to
+/// classify. They are tokenized once and cached in `runs/.data`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct JsonlConfig {
     #[serde(flatten)]

@@ -19,6 +19,17 @@ pub enum ChatFormat {
     PromptCompletion,
 }
 
+impl ChatFormat {
+    /// The fields that every record has.
+    pub fn fields(&self) -> Vec<&str> {
+        match self {
+            Self::Messages { field } => vec![field.as_str()],
+            Self::Alpaca => vec!["instruction", "output"],
+            Self::PromptCompletion => vec!["prompt", "completion"],
+        }
+    }
+}
+
 /// Roles, and the names that datasets have for them.
 const ROLES: [(&str, &[&str]); 5] = [
     ("system", &["system"]),
@@ -61,12 +72,12 @@ pub fn messages(object: &Value, format: &ChatFormat) -> Result<Vec<ChatMessage>,
     }
 }
 
-/// The format that a record without the expected field seems to have, as the keys that declare it.
-pub fn suggest(object: &Value) -> Option<&'static str> {
+/// The format that a record without the fields of `format` seems to have, as the keys that declare it.
+pub fn suggest(object: &Value, format: Option<&ChatFormat>) -> Option<&'static str> {
     let has = |name: &str| object.get(name).is_some();
     if has("conversations") {
         Some("`chat = \"sharegpt\"`")
-    } else if has("messages") {
+    } else if has("messages") && !matches!(format, Some(ChatFormat::Messages { .. })) {
         Some("`chat = \"messages\"`")
     } else if has("instruction") && has("output") {
         Some("`chat = \"alpaca\"`")

@@ -1,13 +1,14 @@
-//! Reads the lines of files in chunks of many lines.
+//! Reads the lines of files in chunks of many lines; the records of an array are its lines.
 
 use std::{
-    io::Read,
+    io::{BufRead, BufReader, Read},
     path::{Path, PathBuf},
 };
 
 use super::super::DataError;
-use super::super::pieces::{FileProgress, PIECE_BYTES, parallel_in_order};
+use super::super::pieces::{BYTE_ORDER_MARK, FileProgress, PIECE_BYTES, parallel_in_order};
 use super::super::text_memory::{TextError, TextMemory};
+use super::array_lines::{self, ArrayLines};
 use crate::data::files;
 
 /// Maximum line length in bytes; a longer line is not a record.
@@ -17,13 +18,15 @@ const MAX_LINE_BYTES: usize = 64 << 20;
 #[derive(Clone, Copy)]
 pub struct LineContext<'a> {
     pub file: &'a Path,
+    /// What `number` counts: lines, or the records of an array.
+    pub unit: &'static str,
     pub number: u64,
     pub limit: u64,
 }
 
 impl LineContext<'_> {
     pub fn error(self, error: TextError) -> DataError {
-        error.at(self.file, format!("line {}", self.number))
+        error.at(self.file, format!("{} {}", self.unit, self.number))
     }
 }
 
@@ -42,7 +45,10 @@ pub fn convert_lines<T: Send>(
     let work = |chunk: &LineChunk| {
         let mut held = 0;
         let one = |(number, line)| {
-            let done = convert(line, LineContext { file: chunk.file, number, limit: memory.parallel });
+            let done = convert(
+                line,
+                LineContext { file: chunk.file, unit: chunk.unit, number, limit: memory.parallel },
+            );
             held += done.as_ref().map_or(0, bytes_of);
             let fits = held <= memory.results && !matches!(done, Err(DataError::RecordMemory { .. }));
             fits.then_some((done, number))
@@ -55,7 +61,7 @@ pub fn convert_lines<T: Send>(
         work,
         |chunk, done| {
             let rest = chunk.lines().skip(done.len());
-            let at = |number| LineContext { file: chunk.file, number, limit: memory.alone };
+            let at = |number| LineContext { file: chunk.file, unit: chunk.unit, number, limit: memory.alone };
             done.into_iter().try_for_each(|(done, number)| take(done, at(number)))?;
             for (number, line) in rest {
                 let at = at(number);
@@ -69,6 +75,7 @@ pub fn convert_lines<T: Send>(
 /// Whole lines of one file.
 struct LineChunk<'a> {
     file: &'a Path,
+    unit: &'static str,
     /// Number of the first line, from 1.
     first_line: u64,
     bytes: Vec<u8>,
@@ -93,6 +100,7 @@ struct LineReader<'a> {
 
 struct OpenFile<'a> {
     file: &'a Path,
+    unit: &'static str,
     reader: Box<dyn Read + Send>,
     /// Bytes read but not returned yet; they start at line `line`.
     pending: Vec<u8>,
@@ -110,8 +118,18 @@ impl<'a> LineReader<'a> {
         loop {
             let Some(open) = &mut self.open else {
                 let Some(file) = self.files.next() else { return Ok(None) };
-                let reader = files::open_counting(file, self.progress.bytes_read.clone())?;
-                self.open = Some(OpenFile { file, reader, pending: Vec::new(), line: 1, saw_data: false });
+                let mut reader =
+                    BufReader::new(files::open_counting(file, self.progress.bytes_read.clone())?);
+                let start = reader.fill_buf().map_err(|error| files::read_error(file, error))?;
+                let mark = if start.starts_with(BYTE_ORDER_MARK) { BYTE_ORDER_MARK.len() } else { 0 };
+                let (is_array, is_empty) = (array_lines::is_array(&start[mark..]), start.is_empty());
+                reader.consume(mark);
+                let (unit, reader): (_, Box<dyn Read + Send>) = match is_array {
+                    true => ("record", Box::new(ArrayLines::new(reader))),
+                    false => ("line", Box::new(reader)),
+                };
+                let pending = Vec::new();
+                self.open = Some(OpenFile { file, unit, reader, pending, line: 1, saw_data: !is_empty });
                 continue;
             };
             if let Some(chunk) = open.next(self.max_line_bytes)? {
@@ -131,20 +149,18 @@ impl<'a> OpenFile<'a> {
             let before = self.pending.len();
             let read = self.reader.by_ref().take(PIECE_BYTES as u64).read_to_end(&mut self.pending);
             let ended = read.map_err(|error| files::read_error(self.file, error))? < PIECE_BYTES;
-            if !self.saw_data && self.pending.starts_with(b"\xef\xbb\xbf") {
-                self.pending.drain(..3);
-            }
-            self.saw_data |= !self.pending.is_empty();
             let whole = match memchr::memrchr(b'\n', &self.pending[before..]) {
                 _ if ended => self.pending.len(),
                 Some(last) => before + last + 1,
                 None if self.pending.len() > MAX_LINE_BYTES => {
                     let problem = format!("it is longer than {MAX_LINE_BYTES} bytes");
-                    return Err(TextError::Invalid(problem).at(self.file, format!("line {}", self.line)));
+                    return Err(
+                        TextError::Invalid(problem).at(self.file, format!("{} {}", self.unit, self.line))
+                    );
                 }
                 None if self.pending.len() as u64 > max_line_bytes.max(PIECE_BYTES as u64) => {
                     let error = TextError::Memory { what: "reading it", limit: max_line_bytes };
-                    return Err(error.at(self.file, format!("line {}", self.line)));
+                    return Err(error.at(self.file, format!("{} {}", self.unit, self.line)));
                 }
                 None => continue,
             };
@@ -155,7 +171,7 @@ impl<'a> OpenFile<'a> {
             let bytes = std::mem::replace(&mut self.pending, rest);
             let first = self.line;
             self.line += memchr::memchr_iter(b'\n', &bytes).count() as u64;
-            return Ok(Some(LineChunk { file: self.file, first_line: first, bytes }));
+            return Ok(Some(LineChunk { file: self.file, unit: self.unit, first_line: first, bytes }));
         }
     }
 }

@@ -3,6 +3,7 @@
 //! Records are tokenized once into the cache. A sample is one padded record or, with packing, a window over the
 //! concatenation of all records.
 
+mod array_lines;
 mod chat_formats;
 mod jinja;
 mod lines;

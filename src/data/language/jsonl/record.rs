@@ -104,6 +104,9 @@ impl RecordReader<'_> {
     fn convert(&self, line: &[u8], limit: u64) -> Result<Document, TextError> {
         let bad = TextError::Invalid;
         let object = parse_object(line, limit / 4)?;
+        if let Some(Err(problem)) = self.label.map(|name| field(&object, name)) {
+            return Err(TextError::MissingField(problem));
+        }
         let label = self.label.map(|field| label(&object, field)).transpose()?;
         let group_key = |field| key_of(class_name(&object, field).unwrap_or_default().as_bytes());
         let group = self.group.map(group_key);
@@ -189,16 +192,11 @@ impl RecordReader<'_> {
     fn render(&self, object: &Value, limit: u64) -> Result<RenderedChat, TextError> {
         let talk = match self.content {
             RecordContent::Text { field } => {
-                let text = string(object, field).map_err(|problem| match chat_formats::suggest(object) {
-                    Some(keys) if lookup(object, field).is_none() => {
-                        format!("{problem}; it looks like a chat: set {keys}")
-                    }
-                    _ => problem,
-                })?;
-                let text = text.to_owned();
-                RenderedChat { text, answer_spans: Vec::new() }
+                require(object, &[field.as_str()], None)?;
+                RenderedChat { text: string(object, field)?.to_owned(), answer_spans: Vec::new() }
             }
             RecordContent::Chat { format, template, loss } => {
+                require(object, &format.fields(), Some(format))?;
                 let messages = chat_formats::messages(object, format)?;
                 let excluded = messages.iter().any(|message| !message.learned);
                 if excluded && *loss == ChatLossScope::All && self.label.is_none() {
@@ -214,6 +212,16 @@ impl RecordReader<'_> {
             false => Ok(talk),
         }
     }
+}
+
+/// Refuses a record that lacks one of the fields `names`, with the chat format that it seems to have instead of `format`.
+fn require(object: &Value, names: &[&str], format: Option<&ChatFormat>) -> Result<(), TextError> {
+    let Some(missing) = names.iter().find(|name| lookup(object, name).is_none()) else { return Ok(()) };
+    let problem = field(object, missing).err().unwrap_or_default();
+    Err(TextError::MissingField(match chat_formats::suggest(object, format) {
+        Some(keys) => format!("{problem}; it looks like a chat: set {keys}"),
+        None => problem,
+    }))
 }
 
 fn parse_object(line: &[u8], limit: u64) -> Result<Value, TextError> {
@@ -299,7 +307,7 @@ mod tests {
     use super::*;
 
     fn line_7() -> LineContext<'static> {
-        LineContext { file: Path::new("a.jsonl"), number: 7, limit: u64::MAX }
+        LineContext { file: Path::new("a.jsonl"), unit: "line", number: 7, limit: u64::MAX }
     }
 
     fn text() -> RecordContent {

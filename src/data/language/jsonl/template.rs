@@ -211,7 +211,7 @@ impl ChatTemplate {
         let mut steps_left = MAX_STEPS;
         let budget = usize::try_from(limit / LIVE_RENDERINGS).unwrap_or(usize::MAX);
         self.render(messages, to_answer, budget, &mut steps_left).map_err(|error| match error {
-            TextError::Invalid(problem) => problem,
+            TextError::Invalid(problem) | TextError::MissingField(problem) => problem,
             TextError::Memory { what, limit } => format!("{what} takes more than {limit} bytes"),
         })
     }
@@ -286,7 +286,7 @@ mod tests {
 
     fn chat(name: &str, messages: &[(&str, &str)]) -> Result<(String, Vec<String>), String> {
         chat_within(u64::MAX, name, messages).map_err(|error| match error {
-            TextError::Invalid(problem) => problem,
+            TextError::Invalid(problem) | TextError::MissingField(problem) => problem,
             TextError::Memory { .. } => unreachable!("all memory is left"),
         })
     }

@@ -203,6 +203,35 @@ fn lists_are_labels() {
 }
 
 #[test]
+fn an_array_of_records_is_read_as_lines_are() {
+    let fixture = fixture();
+    let records: Vec<_> =
+        (0..300).map(|i| serde_json::json!({ "text": format!("record {i}, [{{"), "n": [i] })).collect();
+    let lines: String = records.iter().map(|record| format!("{record}\n")).collect();
+    let array = serde_json::to_string_pretty(&records).unwrap();
+    let texts = |name: &str, content: &str| {
+        let file = fixture.write(name, content);
+        let (set, _) = fixture.open(&JsonlSettings { split: whole(), ..settings(file, 32) }).unwrap();
+        (0..set.len()).map(|i| read(&*set, i).0).collect::<Vec<_>>()
+    };
+    assert_eq!(texts("a.jsonl", &lines).len(), 300);
+    assert_eq!(texts("a.jsonl", &lines), texts("a.json", &array));
+    assert_eq!(texts("a.jsonl", &lines), texts("b.json", &format!("\u{feff}{array}\n")));
+    let wrong = |content: &str| {
+        fixture.open(&settings(fixture.write("c.json", content), 32)).err().unwrap().to_string()
+    };
+    let cut = wrong(&array[..array.len() - 20]);
+    assert!(cut.contains("record 300: it is no JSON: EOF"), "{cut}");
+    let field = wrong("[{\"text\": \"ab\"}, {\"other\": \"ab\"}]");
+    assert!(field.contains("record 2: no field `text`"), "{field}");
+    let file = fixture.write("d.jsonl", "{\"conversations\": []}");
+    let chats = JsonlSettings { chat: chat(ChatLossScope::Assistant), ..settings(file, 32) };
+    let error = fixture.open(&chats).err().unwrap();
+    assert!(error.to_string().ends_with("it looks like a chat: set `chat = \"sharegpt\"`"), "{error}");
+    assert!(error.is_bad_record() && error.hint().unwrap().contains("`chat`"));
+}
+
+#[test]
 fn classes_that_look_like_lists_of_labels_are_named() {
     let fixture = fixture();
     let warned = |name: &str, labels: &[&str]| {

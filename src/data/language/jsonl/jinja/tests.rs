@@ -15,7 +15,7 @@ fn messages<'t>(meter: &Rc<Meter>) -> Result<Bindings<'t>> {
 fn run(source: &str) -> std::result::Result<String, String> {
     let done = ParsedTemplate::parse(source)?.run(LIMITS, messages);
     done.map(|(text, _)| text).map_err(|error| match error {
-        TextError::Invalid(problem) => problem,
+        TextError::Invalid(problem) | TextError::MissingField(problem) => problem,
         TextError::Memory { .. } => unreachable!("the limits leave all memory"),
     })
 }
