@@ -323,9 +323,9 @@ mod tests {
         let fixture = fixture();
         let marked = fixture.write("marked", "\u{feff}hello, world".as_bytes());
         for units in [TokenizerSpec::Characters, TokenizerSpec::Bytes] {
-            let (set, _) = fixture
-                .open(&TextSettings { split: whole(), ..settings(vec![marked.clone()], units, 5) })
-                .unwrap();
+            let files = vec![marked.clone()];
+            let settings = TextSettings { valid: files.clone(), split: whole(), ..settings(files, units, 5) };
+            let (set, _) = fixture.open(&settings).unwrap();
             assert_eq!(texts(&set, 0, 0), ("hello".into(), "ello,".into()));
         }
         for (start, expected) in [

@@ -374,7 +374,7 @@ mod tests {
         let messages = [ChatMessage { more, ..ChatMessage::new("assistant", "2") }];
         let rendered = |source: &str| {
             let template = ChatTemplate::new(source, "".into(), "".into()).unwrap();
-            template.render_chat(&messages, true, u64::MAX).unwrap().text
+            template.render_chat(&messages, false, u64::MAX).unwrap().text
         };
         assert_eq!(rendered(BUILTIN_TEMPLATES[4].1), "assistant: <think>\n1 + 1\n</think>\n\n2\n");
         assert_eq!(
