@@ -209,7 +209,7 @@ fn errors_in_data_files_are_reported() {
     fs::write(path("bad.jsonl"), "{\"text\": \"one\"}\n{\"text\"\n").unwrap();
     fs::write(path("role.jsonl"), "{\"messages\": [{\"role\": \"king\", \"content\": \"x\"}]}\n").unwrap();
     let cases = [
-        ("kind = 'tokens'\ntrain = ['odd.bin']", "is not a complete file of tokens"),
+        ("kind = 'tokens'\ntrain = ['odd.bin']", "its ids take 3 bytes, which is no multiple of 2"),
         ("kind = 'tokens'\ntrain = ['short.bin']", "it has 2 tokens, and a window needs 65"),
         ("kind = 'tokens'\ntrain = ['version.bin']", "llm.c's header of unknown version 9"),
         ("kind = 'tokens'\ntrain = ['*.none']", "no such file"),
@@ -217,6 +217,10 @@ fn errors_in_data_files_are_reported() {
         (
             "kind = 'text'\ntrain = ['good.txt']\ntokens = 'none.json'",
             "cannot be used as a tokenizer: it has no `model`",
+        ),
+        (
+            "kind = 'text'\ntrain = ['good.txt']\ntokens = 'gpt2'",
+            "cannot be used as a tokenizer: there is no such file",
         ),
         ("kind = 'text'\ntrain = ['good.txt']\nseparator = '<|end|>'", "`separator` cannot be `<|end|>`"),
         ("kind = 'jsonl'\ntrain = ['bad.jsonl']", "line 2: it is no JSON"),
