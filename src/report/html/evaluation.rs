@@ -206,18 +206,18 @@ fn regression(detail: &RegressionDetail) -> io::Result<String> {
         let metrics = &target.metrics;
         let r2 = metrics.r2.map_or_else(String::new, |r2| format!(", R² {r2:.4}"));
         let summary = format!("RMSE {}, MAE {}{r2}.", text::number(metrics.rmse), text::number(metrics.mae));
-        let _ = write!(
+        let _ = writeln!(
             out,
-            "<h3>{}</h3><p>{summary}</p><div class=charts>{}{}</div>\n",
+            "<h3>{}</h3><p>{summary}</p><div class=charts>{}{}</div>",
             escape(&target.name),
             residual_plot(target)?,
             scatter(target)?
         );
     }
     if detail.targets.len() < detail.num_targets {
-        let _ = write!(
+        let _ = writeln!(
             out,
-            "<p class=note>The first {} of {} targets.</p>\n",
+            "<p class=note>The first {} of {} targets.</p>",
             detail.targets.len(),
             format_count(detail.num_targets as u64)
         );
