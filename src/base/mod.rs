@@ -2,8 +2,8 @@
 
 pub mod backend;
 pub mod features;
-pub mod memory_space;
 pub mod file_format;
+pub mod memory_space;
 pub mod panics;
 pub mod phase;
 pub mod random;
