@@ -207,8 +207,12 @@ impl ImageFiles {
         listing.class_names = classes.clone();
         files::resolve_patterns(files)?.iter().try_for_each(|file| listing.add_unlabelled(file))?;
         if listing.is_empty() {
-            let set = format!("`{}`", files.first().map_or(Path::new(""), PathBuf::as_path).display());
-            return Err(DataError::NoSamples { set, why: "no file in it has an image extension".into() });
+            return Err(DataError::Table {
+                file: files.first().cloned().unwrap_or_default(),
+                place: String::new(),
+                problem: "no file in it has an image extension".into(),
+                hint: "name image files, or folders that contain some",
+            });
         }
         let archives = listing.containers.iter().map(|_| None).collect();
         let mut set = Self {
