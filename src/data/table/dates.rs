@@ -184,7 +184,7 @@ fn parse_named_date(text: &str) -> Option<(Date, &str)> {
     const DAYS: [&str; 7] = ["mon", "tue", "wed", "thu", "fri", "sat", "sun"];
     const SEPARATORS: [char; 5] = [' ', '-', '/', ',', '.'];
     /// The run of characters of one kind at the start of a text, and the rest.
-    fn word<'a>(text: &'a str, is_part: fn(&char) -> bool) -> (&'a str, &'a str) {
+    fn word(text: &str, is_part: fn(&char) -> bool) -> (&str, &str) {
         let text = text.trim_start_matches(SEPARATORS);
         text.split_at(text.find(|c| !is_part(&c)).unwrap_or(text.len()))
     }
