@@ -345,7 +345,7 @@ mod tests {
         let summary = Summary::from_events(&path).unwrap();
         assert_eq!(summary, folded(&records));
         assert_eq!((summary.state, summary.steps, summary.samples), (RunState::Unfinished, 3, 250));
-        assert_eq!((summary.epochs, summary.resumes), (2.0, 1));
+        assert_eq!((summary.epochs, summary.resumes), (1.5, 1));
         assert_eq!(summary.checkpoint.as_deref(), Some("c/2"));
         assert_eq!(summary.metrics["valid.loss"], 0.5);
         assert!((summary.elapsed_s - (6.2 + 1.2)).abs() < 1e-9, "{}", summary.elapsed_s);

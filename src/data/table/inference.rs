@@ -346,7 +346,7 @@ impl RowNumbers {
     fn next(self, x: f64) -> Option<Self> {
         let first_and_last = match self.first_and_last {
             None if x == 0.0 || x == 1.0 => (x, x),
-            Some((first, last)) if x == last + 1.0 || x == first => (first, x),
+            Some((first, last)) if x == last + 1.0 || x == first && last > first => (first, x),
             _ => return None,
         };
         Some(Self { first_and_last: Some(first_and_last) })

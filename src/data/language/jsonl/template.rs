@@ -378,7 +378,7 @@ mod tests {
         };
         assert_eq!(rendered(BUILTIN_TEMPLATES[4].1), "assistant: <think>\n1 + 1\n</think>\n\n2\n");
         assert_eq!(
-            rendered("{{ messages[0].reasoning_content | trim }}={{ messages[0].content }}"),
+            rendered("{% for m in messages %}{{ m.reasoning_content | trim }}={{ m.content }}{% endfor %}"),
             "1 + 1=2"
         );
     }
