@@ -429,13 +429,18 @@ pub fn gemm_workspace(
     (acc_bytes(dtype) * (packed + converted_elements(dtype, m * k + k * n))) as u64
 }
 
-/// Bytes that each thread keeps after its first GEMM of this type: `gemm` packs into a per-thread buffer the size of
-/// the L2 cache. With AMX only f64 uses `gemm`.
+/// Bytes that each thread keeps after its first GEMM of this type. With AMX only f64 uses `gemm`.
 pub fn thread_buffer_bytes(dtype: DType) -> u64 {
     #[cfg(target_arch = "x86_64")]
     if dispatch() == Dispatch::Amx && dtype != DType::F64 {
         return 0;
     }
+    gemm_buffer_bytes()
+}
+
+/// Bytes that each thread keeps after its first GEMM by `gemm`, as candle's are: it packs into a per-thread buffer the
+/// size of the L2 cache.
+pub fn gemm_buffer_bytes() -> u64 {
     gemm_common::cache::CACHE_INFO[1].cache_bytes as u64
 }
 

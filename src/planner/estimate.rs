@@ -335,10 +335,12 @@ impl<'a> Estimator<'a> {
             true => (trained, params * s.dtype.size_in_bytes() as u64),
             false => (params, 0),
         };
-        let packing = if let Backend::Cpu { threads } = s.backend {
-            threads as u64 * matmul::thread_buffer_bytes(s.dtype)
-        } else {
-            0
+        let packing = match s.backend {
+            Backend::Cpu { threads } => threads as u64 * matmul::thread_buffer_bytes(s.dtype),
+            Backend::Reference { on_gpu: false } => {
+                rayon::current_num_threads() as u64 * matmul::gemm_buffer_bytes()
+            }
+            Backend::Cuda { .. } | Backend::Reference { on_gpu: true } => 0,
         };
         let average_bytes = if s.job.train.ema.is_some() { trained * master_bytes } else { 0 };
         let rule = s.optimizer.of_kind(exec_plan.optimizer);
