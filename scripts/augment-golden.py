@@ -2,8 +2,8 @@
 """Augmented images as torchvision and Pillow compute them, for the unit test that compares ours value by value.
 
     python3 scripts/augment-golden.py > tests/data/augment.json      the cases that the repository carries
-    python3 scripts/augment-golden.py --random 300 > /tmp/cases.json  larger random ones, for
-    TRAINER_AUGMENT_CASES=/tmp/cases.json cargo test --lib torchvision
+    python3 scripts/augment-golden.py --random 300 > cases.json  larger random ones, for
+    TRAINER_AUGMENT_CASES=cases.json cargo test --lib torchvision
 
 Needs torch, torchvision and Pillow. An image is the bytes of (height, width, channels) in hexadecimal.
 """

@@ -269,7 +269,9 @@ mod tests {
                 }
                 // Live bytes count requested sizes; the pool holds whole pages.
                 let rounding = (PAGE * (held.len() + MAX_RUNS)) as u64;
-                prop_assert!(live + cached_bytes() <= highest + SLACK + rounding);
+                // Tests that run beside this one may set a plan.
+                let planned = free_runs().planned_peak;
+                prop_assert!(live + cached_bytes() <= highest.max(planned) + SLACK + rounding);
             }
             for buffer in held {
                 prop_assert!(buffer.bytes().iter().all(|b| *b == buffer.filled));
