@@ -172,8 +172,10 @@ fn a_folder_in_use_is_refused_with_the_process() {
     let bench = RunFixture::new(JOB);
     for supervise in ["true", "false"] {
         let set = format!("memory.supervise={supervise}");
+        // The first run may have any number of steps behind it: the job must not end before them.
+        let steps = ["--set", "train.steps=10000000"];
         let mut first = bench
-            .command(&["--run-dir", "run", "-q", "--set", "train.steps=10000000", "--set", &set])
+            .command(&[&["--run-dir", "run", "-q", "--set", &set][..], &steps].concat())
             .spawn()
             .unwrap();
         while bench.path("run/events.jsonl").metadata().map_or(0, |m| m.len()) == 0 {
@@ -185,7 +187,8 @@ fn a_folder_in_use_is_refused_with_the_process() {
         first.kill().unwrap();
         first.wait().unwrap();
         for _ in 0..500 {
-            let resumed = finish(&mut bench.command(&["--resume", "run", "--max-steps", "1", "-q"]));
+            let resume = [&["--resume", "run", "--max-steps", "1", "-q"][..], &steps].concat();
+            let resumed = finish(&mut bench.command(&resume));
             match resumed.code() {
                 Some(0) => break,
                 _ => assert!(resumed.expect(2).stderr.contains("in use")),

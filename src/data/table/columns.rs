@@ -11,6 +11,7 @@ use parquet::data_type::ByteArray;
 use serde::{Deserialize, Serialize};
 
 use super::column_typing::ColumnTyping;
+use super::decimal::parse_decimal;
 use super::inference::ColumnInference;
 use super::notation::Notation;
 use super::text_encoding::TextEncoding;
@@ -111,10 +112,16 @@ impl CellParser {
             CellValue::Number(x) => x.is_nan() || self.missing_numbers.contains(&x),
             CellValue::Text(text) => {
                 text.first().is_none_or(|byte| self.missing_first_bytes[*byte as usize])
-                    && self.missing.iter().any(|missing| missing == text)
+                    && (self.missing.iter().any(|missing| missing == text) || self.is_missing_number(text))
             }
             CellValue::Texts(_) => false,
         }
+    }
+
+    /// Whether a text is the number of a marker in another form: pandas writes -999 as `-999.0` among fractions.
+    fn is_missing_number(&self, text: &[u8]) -> bool {
+        !self.missing_numbers.is_empty()
+            && parse_decimal(text).is_some_and(|number| self.missing_numbers.contains(&number))
     }
 
     /// The labels in a cell; `None` for a marker of a missing value. An empty cell has no labels.
@@ -563,6 +570,7 @@ mod tests {
         assert!(
             reading.is_missing(CellValue::Number(-999.0)) && reading.is_missing(CellValue::Number(f64::NAN))
         );
+        assert!(reading.is_missing(CellValue::Text(b"-999.0")));
         assert!(!reading.is_missing(CellValue::Text(b"-99")) && !reading.is_missing(CellValue::Text(b"N")));
         assert_eq!(reading.number(CellValue::Text(b" 1e3 "), Notation::Plain), Some(1000.0));
         for text in ["inf", "1e999", "nan", "", "x", "1,5"] {

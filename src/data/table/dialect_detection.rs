@@ -292,7 +292,8 @@ fn after_lines(text: &[u8], count: u64) -> &[u8] {
 
 /// The delimiter that a first line `sep=;` states, for Excel.
 fn stated_delimiter(text: &[u8]) -> Option<FieldDelimiter> {
-    let line = after_lines(text, 0).split(|byte| *byte == b'\n').next()?.trim_ascii_end();
+    let line = after_lines(text, 0).split(|byte| *byte == b'\n').next()?;
+    let line = line.strip_suffix(b"\r").unwrap_or(line);
     let bare = line.strip_prefix(b"\"").and_then(|line| line.strip_suffix(b"\"")).unwrap_or(line);
     match bare.strip_prefix(b"sep=")? {
         [byte] => Some(FieldDelimiter::Byte(*byte)),

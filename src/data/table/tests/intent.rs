@@ -98,6 +98,8 @@ fn excel_states_the_delimiter_and_old_macs_end_lines_with_returns() {
     let rows: String = (0..30).map(|i| format!("{i},5;{}\n", ["a", "b"][i % 2])).collect();
     let set = opened(&format!("sep=;\nx;y\n{rows}")).unwrap();
     assert_eq!(read(&set, 3).unwrap().0, [3.5]);
+    let rows = rows.replace(';', "\t");
+    assert_eq!(read(&opened(&format!("sep=\t\nx\ty\n{rows}")).unwrap(), 3).unwrap().0, [3.5]);
     let error = opened("x,y\r1,a\r2,b\r").map(|set| set.len()).unwrap_err().to_string();
     assert!(error.contains("carriage return"), "{error}");
 }
