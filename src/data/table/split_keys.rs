@@ -100,7 +100,7 @@ impl OpenedTable {
 
 /// The target, which must be one column of classes.
 fn class_column(file: &Path, columns: &[Column]) -> Result<Column, DataError> {
-    let mut targets = columns.iter().filter(|column| column.target);
+    let mut targets = columns.iter().filter(|column| column.target && !column.weight);
     match (targets.next(), targets.next()) {
         (Some(target), None) if target.kind == ColumnKind::Category => Ok(target.clone()),
         _ => Err(DataError::Table {
