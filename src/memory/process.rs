@@ -3,7 +3,7 @@
 //! Code, thread stacks, allocator overhead and library caches are resident too, and the OOM killer counts the sum. They
 //! are measured when the plan is made, after freed memory was returned to the system, and what is known to come later
 //! is added: training has not touched its stacks yet. Code pages are dropped before measuring, since how many are
-//! mapped depends on what ran before and on how the executable lies in the page cache; while training runs,
+//! mapped depends on what ran before and on how the page cache holds the executable; while training runs,
 //! [`resident_limit`] keeps them within their part.
 
 use super::resident_limit::{self, ResidentLimit};

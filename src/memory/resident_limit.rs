@@ -193,7 +193,7 @@ fn drop_code_until(is_enough: impl Fn() -> bool) -> u64 {
     }
 }
 
-/// Makes the kernel map this program's code in small pages on demand. If the executable lies in huge pages of the page
+/// Makes the kernel map this program's code in small pages on demand. If the executable is in huge pages of the page
 /// cache, a first touch would otherwise map 2 MiB.
 pub fn disable_huge_code_pages() {
     #[cfg(target_os = "linux")]

@@ -128,7 +128,7 @@ mod tests {
     }
 
     proptest! {
-        /// Every finite error lies in the bin that counts it, whatever came before.
+        /// Every finite error is in the bin that counts it, whatever came before.
         #[test]
         fn no_sample_is_lost(errors in proptest::collection::vec(-1e6f64..1e6, 1..200), scale in -300i32..300) {
             let errors: Vec<f64> = errors.iter().map(|error| error * 2f64.powi(scale)).collect();

@@ -1,4 +1,4 @@
-//! `memory/` in the folder of a run: who held what when memory ran out and, if the job asks for it, after an evaluation and
+//! `memory/` in the folder of a run: who held what when memory ran out and, if the job enables it, after an evaluation and
 //! at the end. The number of files is bounded, and so is the size of each.
 
 use std::fs;

@@ -107,7 +107,7 @@ fn chart(space: &LedgerSnapshot) -> StackedArea {
     };
     let bands = roles.iter().enumerate().map(band);
     let mut bands: Vec<_> = bands.filter(|(_, values)| values.iter().any(|bytes| *bytes > 0)).collect();
-    // What is always held lies at the bottom, so that only what varies moves.
+    // What is always held is at the bottom, so that only what varies moves.
     bands.sort_by_key(|(_, values)| std::cmp::Reverse(values.iter().copied().min()));
     StackedArea {
         title: format!("Reserved {} by role: the last two updates and what followed", name(space.space)),

@@ -91,7 +91,7 @@ impl<'a> RunContext<'a> {
         self.record_snapshot(SnapshotReason::Oom, Some(oom))
     }
 
-    /// Writes who holds what, if the job asks for that.
+    /// Writes who holds what, if the job enables it.
     pub fn snapshot_memory(&mut self, reason: SnapshotReason) -> Result<(), Failure> {
         match self.setup.job.log.memory {
             MemoryLog::Summary => Ok(()),
