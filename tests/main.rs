@@ -19,6 +19,7 @@ mod freeze;
 mod generate;
 mod harness;
 mod history;
+mod hostile_files;
 mod images;
 mod imports;
 mod inference;
