@@ -40,6 +40,7 @@ pub mod dropout;
 pub mod elem;
 pub mod embedding;
 pub mod grad_stats;
+pub mod grid;
 pub mod group_norm;
 pub mod host;
 pub mod im2col;
