@@ -14,10 +14,11 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use super::columns::{CellParser, Column};
 use super::dialect::{Dialect, MAX_ROW_BYTES, RowEnds, RowFields};
-use super::encoding::{RowEncoder, TableSchema};
+use super::encoding::RowEncoder;
 use super::inference::{ColumnInference, MAX_WATCHED_COLUMNS, SAMPLE_ROWS, is_index_name};
 use super::row_index::{self, RowBlock, RowIndex, RowScan};
 use super::rows::{ColumnNames, RowReader};
+use super::schema::TableSchema;
 use super::text_encoding::TextEncoding;
 use super::{CellValue, RowCells, RowVisitor, TableReader};
 use crate::base::regular_file;

@@ -8,7 +8,10 @@
 
 mod arrow_file;
 mod arrow_rows;
+mod categories;
 mod checked_pages;
+mod column_encoder;
+mod column_report;
 mod column_typing;
 mod columns;
 mod compressed_csv;
@@ -32,6 +35,7 @@ mod parquet_partitions;
 mod parquet_values;
 mod row_index;
 mod rows;
+mod schema;
 mod split_keys;
 mod statistics;
 #[cfg(test)]
@@ -46,10 +50,10 @@ pub use dataset::{TableFileFormat, TableFiles, open, open_with_schema};
 pub use dates::DateOrder;
 pub use dialect::{Dialect, FieldDelimiter};
 pub use dialect_detection::{CommentSetting, DialectSettings};
-pub use encoding::TableSchema;
 pub use input_rows::TableRows;
 pub use notation::DecimalMark;
 pub use parquet_partitions::resolve_files as resolve_parquet_files;
+pub use schema::TableSchema;
 pub use text_encoding::TextEncoding;
 
 use self::columns::Column;

@@ -12,12 +12,13 @@ use parquet::schema::types::ColumnDescriptor;
 use rayon::prelude::*;
 
 use super::columns::{CellParser, Column};
-use super::encoding::{RowEncoder, TableSchema};
+use super::encoding::RowEncoder;
 use super::inference::{ColumnInference, MAX_WATCHED_COLUMNS, SAMPLE_ROWS, is_index_name};
 use super::parquet_groups::{
     self, BATCH_ROWS, CODE_BYTES, DecodedRow, LeafSelection, RowGroupDecoder, catch_panic, corrupt_file,
 };
 use super::parquet_values::ValueFormat;
+use super::schema::TableSchema;
 use super::{
     CellValue, RowCells, RowVisitor, TableReader, parquet_pages, parquet_partitions, parquet_values,
 };
