@@ -13,7 +13,8 @@ use rayon::prelude::*;
 
 use super::columns::{CellParser, Column};
 use super::encoding::RowEncoder;
-use super::inference::{ColumnInference, MAX_WATCHED_COLUMNS, SAMPLE_ROWS, is_index_name};
+use super::index_evidence::{is_index_name, is_unnamed, names_rows};
+use super::inference::{ColumnInference, MAX_WATCHED_COLUMNS, SAMPLE_ROWS};
 use super::parquet_groups::{
     self, BATCH_ROWS, CODE_BYTES, DecodedRow, LeafSelection, RowGroupDecoder, catch_panic, corrupt_file,
 };
@@ -152,6 +153,9 @@ impl ParquetFiles {
             look.text_list = parquet_values::is_text_list(column);
             if is_index_name(column.name()) {
                 look.mark_as_index();
+            }
+            if names_rows(column.name()) || is_unnamed(column.name()) {
+                look.watch_for_index();
             }
             look
         };
