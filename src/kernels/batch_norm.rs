@@ -13,7 +13,7 @@ use super::clamp::ClampActivation;
 #[cfg(feature = "cuda")]
 use super::cuda;
 use super::linear::WeightBiasGrads;
-use super::{Activation, Elem, Real, add, cpu, reference};
+use super::{Activation, Elem, Real, add, cpu, kernel_timer, reference};
 use crate::base::MicroBatchSpec;
 use crate::with_elem;
 
@@ -81,6 +81,7 @@ impl BatchNormKernel<'_> {
         residual: &Tensor,
         act: Activation,
     ) -> Result<(Tensor, Tensor)> {
+        let _scope = kernel_timer::enter(module_path!());
         #[cfg(feature = "cuda")]
         if let (Some(device), Some(act)) = (cuda::device_of(x), self.fusable_clamp(act)) {
             return self.forward_cuda(device, x, running, Some((residual, act)));
@@ -202,6 +203,7 @@ impl BatchNormKernel<'_> {
         grads: &WeightBiasGrads,
         needs_input_grad: bool,
     ) -> Result<Option<Tensor>> {
+        let _scope = kernel_timer::enter(module_path!());
         #[cfg(feature = "cuda")]
         if let (Some(device), Some(act)) = (cuda::device_of(x), self.fusable_clamp(act)) {
             return self.backward_cuda(device, x, saved_stats, (dy, Some((y, act))), grads, needs_input_grad);

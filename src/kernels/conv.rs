@@ -240,6 +240,7 @@ impl ConvKernel<'_> {
         grads: &WeightBiasGrads,
         residual_grad: &Tensor,
     ) -> Result<Tensor> {
+        let _scope = super::kernel_timer::enter(module_path!());
         #[cfg(feature = "cuda")]
         if let Some(device) = cuda::device_of(&dy)
             && self.geometry.is_pointwise()

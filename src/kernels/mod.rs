@@ -50,6 +50,7 @@ pub mod linear;
 pub mod lion;
 pub mod matmul;
 pub mod metric_sums;
+pub mod moment;
 pub mod norm;
 pub mod packed_linear;
 pub mod pixel_lut;
