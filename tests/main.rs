@@ -34,6 +34,7 @@ mod mlflow;
 mod oracles;
 mod plans;
 mod profile;
+mod prune;
 mod random;
 mod reference;
 mod runs;

@@ -48,6 +48,7 @@ pub mod kernel_timer;
 pub mod lanes;
 pub mod linear;
 pub mod lion;
+pub mod mask;
 pub mod matmul;
 pub mod metric_sums;
 pub mod moment;

@@ -45,6 +45,9 @@ pub const STAGED_BATCH: &str = "micro-batch on its way";
 /// The name that the reservation for the metrics of an evaluation carries.
 pub const EVALUATION_METRICS: &str = "evaluation metrics";
 
+/// The name that the reservations of pruning carry.
+pub const PRUNING: &str = "pruning";
+
 const MASTER_WEIGHTS: &str = "master weights";
 const GRADIENTS: &str = "gradients";
 
@@ -378,6 +381,9 @@ impl<'a> Estimator<'a> {
             s.allocation(Role::DataPipeline, "left by preparation", s.process.leftover_heap),
         ];
         all.extend(measured.into_iter().filter(|part| part.bytes > 0));
+        if s.job.prune.is_some() {
+            all.push(s.allocation(Role::Weights, "pruning mask", optim::prune::mask_bytes(&s.layout.params)));
+        }
         if s.job.log.memory == MemoryLog::Detailed {
             let ledgers = 1 + u64::from(s.on_device());
             all.push(s.allocation(Role::Reserve, "memory recorder", ledgers * RECORDER_BYTES));
@@ -424,7 +430,15 @@ impl<'a> Estimator<'a> {
             (Phase::Update, _) => {
                 let rule = s.optimizer.of_kind(exec_plan.optimizer);
                 let bytes = optim::workspace_bytes(&rule, &s.layout.params, s.backend);
-                vec![s.allocation(Role::Workspace, "optimizer", bytes)]
+                let mut parts = vec![s.allocation(Role::Workspace, "optimizer", bytes)];
+                if s.job.prune.is_some() {
+                    let (params, role) = (&s.layout.params, Role::Workspace);
+                    let bytes = optim::prune::workspace_bytes(params, s.backend);
+                    parts.push(s.allocation(role, PRUNING, bytes));
+                    let (bytes, space) = (optim::prune::selection_bytes(params, s.backend), MemorySpace::Ram);
+                    parts.push(Allocation { role, name: PRUNING, bytes, space });
+                }
+                parts
             }
             (Phase::Eval, Some(batch)) => {
                 let bytes = s.loader_bytes(batch, exec_plan.prefetch);
