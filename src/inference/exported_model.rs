@@ -1,9 +1,9 @@
 //! Opens a folder that `trainer export` wrote, in any format, as a trained model; or a language model that transformers
 //! saved.
 //!
-//! `model.json` has the job of an export and `preprocessing.json` what a checkpoint keeps. Weights that the file has under
-//! the names here are used as they are; those of a `vit` for transformers, of a GGUF and of an ONNX file are decoded to a
-//! temporary file first.
+//! `model.json` has the job of an export and `preprocessing.json` what a checkpoint keeps. Weights that the file has
+//! under the names here are used as they are; those of a `vit` for transformers, of a GGUF and of an ONNX file are
+//! decoded to a temporary file first.
 
 mod published;
 

@@ -1,8 +1,8 @@
 //! Measures the kernels that a thread runs on the CPU, on request: where the time within a layer goes.
 //!
-//! A thread that has no recording pays one check per kernel. A kernel is known by its file in `src/kernels`. It counts for
-//! the thread that calls it, which waits for the threads that help it: the part of a kernel that runs on another thread
-//! is within the time of its caller and has no span of its own.
+//! A thread that has no recording pays one check per kernel. A kernel is known by its file in `src/kernels`. It counts
+//! for the thread that calls it, which waits for the threads that help it: the part of a kernel that runs on another
+//! thread is within the time of its caller and has no span of its own.
 
 use std::cell::{Cell, RefCell};
 use std::time::Instant;
@@ -26,7 +26,8 @@ struct Recording {
 
 thread_local! {
     static IS_RECORDING: Cell<bool> = const { Cell::new(false) };
-    static RECORDING: RefCell<Recording> = const { RefCell::new(Recording { spans: Vec::new(), called_s: Vec::new() }) };
+    static RECORDING: RefCell<Recording> =
+        const { RefCell::new(Recording { spans: Vec::new(), called_s: Vec::new() }) };
 }
 
 /// Records the kernels that this thread calls until [`take`].

@@ -159,8 +159,8 @@ pub fn staging_bytes(features: &Features, samples: usize) -> u64 {
     (samples * features.value_bytes() + sample_keys::sample_info_bytes(samples)) as u64
 }
 
-/// Bytes needed to write a checkpoint: the largest parameter that must be permuted from channels-last, the largest frozen
-/// one that is converted from the compute dtype, which is held in both, and the file buffer.
+/// Bytes needed to write a checkpoint: the largest parameter that must be permuted from channels-last, the largest
+/// frozen one that is converted from the compute dtype, which is held in both, and the file buffer.
 pub fn checkpoint_write_bytes(layout: &ParamLayout, dtype: DType) -> u64 {
     let permuted = largest_param_len(layout, |memory_format| memory_format == MemoryFormat::ChannelsLast);
     let frozen = layout.params.frozen().map(|(spec, _)| spec.len() as u64).max().unwrap_or(0);
