@@ -1,5 +1,5 @@
 //! Opens the training, the validation and the test set that a job's `[data]` describes. One file per family of source
-//! kinds; [`source_of`] is the only list of them.
+//! kinds; `source_of` is the only list of them.
 
 mod generated;
 pub mod images;
@@ -148,6 +148,6 @@ fn readers(job: &Job) -> usize {
 /// Tokens per sample. Text takes it from the model's context length.
 fn context(job: &Job) -> Result<usize, Failure> {
     let no_context =
-        || ModelError::Data { kind: job.model.kind(), needs: "numbers or pictures", got: "text".into() };
+        || ModelError::Data { kind: job.model.kind(), needs: "numbers or images", got: "text".into() };
     Ok(job.model.context().ok_or_else(no_context)?)
 }
