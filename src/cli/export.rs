@@ -43,7 +43,11 @@ pub struct ExportArgs {
     #[command(flatten)]
     pub model: ModelArgs,
     /// What to write
-    #[arg(long, value_name = "FORMAT", value_parser = words::<ExportFormat, _>(ExportFormat::ALL.map(ExportFormat::name)))]
+    #[arg(
+        long,
+        value_name = "FORMAT",
+        value_parser = words::<ExportFormat, _>(ExportFormat::ALL.map(ExportFormat::name))
+    )]
     pub format: ExportFormat,
     /// The folder to create
     #[arg(short, long, value_name = "DIR", value_hint = clap::ValueHint::DirPath)]
@@ -52,7 +56,11 @@ pub struct ExportArgs {
     #[arg(long, value_name = "TYPE", value_parser = words::<WeightDtype, _>(WeightDtype::ALL.map(WeightDtype::name)))]
     pub dtype: Option<WeightDtype>,
     /// Quantize the matrices; gguf only
-    #[arg(long, value_name = "TYPE", value_parser = words::<Quantization, _>(Quantization::ALL.map(Quantization::name)))]
+    #[arg(
+        long,
+        value_name = "TYPE",
+        value_parser = words::<Quantization, _>(Quantization::ALL.map(Quantization::name))
+    )]
     pub quantize: Option<Quantization>,
     /// Replace a folder that is not empty
     #[arg(long)]

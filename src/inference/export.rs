@@ -455,8 +455,8 @@ fn mappings(
     })
 }
 
-/// Decodes an export to f32 and writes it to `path` as safetensors under the names and shapes of the parameters, as in a
-/// checkpoint: loading that file evaluates what was exported. One tensor is in memory at a time.
+/// Decodes an export to f32 and writes it to `path` as safetensors under the names and shapes of the parameters, as in
+/// a checkpoint: loading that file evaluates what was exported. One tensor is in memory at a time.
 pub fn read_back(source: &ExportSource, options: &ExportOptions, path: &Path) -> Result<(), ExportError> {
     let built = source.build()?;
     if options.format == ExportFormat::Tflite {

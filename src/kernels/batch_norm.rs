@@ -294,8 +294,8 @@ pub fn workspace(at: MicroBatchSpec, layout: &ChannelLayout) -> (u64, u64) {
 }
 
 /// Bytes of temporaries of [`evaluate`](BatchNormKernel::evaluate) and of
-/// [`evaluate_backward`](BatchNormKernel::evaluate_backward): statistics and coefficients, and the zeros that the second
-/// replaces two of them with.
+/// [`evaluate_backward`](BatchNormKernel::evaluate_backward): statistics and coefficients, and the zeros that the
+/// second replaces two of them with.
 pub fn evaluate_workspace(at: MicroBatchSpec, channels: usize) -> (u64, u64) {
     let acc = if at.dtype == DType::F64 { 8 } else { 4 };
     match at.backend.is_reference() {

@@ -380,7 +380,10 @@ pub(super) fn activation_backward<T: Elem>(
             for (row, d) in d.chunks_exact_mut(n).enumerate() {
                 if let Some(v) = v {
                     let v = &v[i * chunk + row * n..][..n];
-                    each_activation!(act, f => d.iter_mut().zip(v).for_each(|(d, v)| *d = T::from_acc(d.to_acc() * f.derivative(v.to_acc()))));
+                    each_activation!(act, f => d
+                        .iter_mut()
+                        .zip(v)
+                        .for_each(|(d, v)| *d = T::from_acc(d.to_acc() * f.derivative(v.to_acc()))));
                 }
                 sum.iter_mut().zip(d).for_each(|(s, d)| *s += d.to_acc());
             }

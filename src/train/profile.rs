@@ -72,8 +72,8 @@ impl NodeProfile {
     }
 }
 
-/// A kernel of a node in one of its passes, or of a part that has no nodes: its own time, without the kernels that it calls.
-/// Those of a node never add up to more than its pass.
+/// A kernel of a node in one of its passes, or of a part that has no nodes: its own time, without the kernels that it
+/// calls. Those of a node never add up to more than its pass.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct KernelProfile {
     /// Its file in `src/kernels`.
@@ -340,8 +340,8 @@ fn pass_name(pass: NodePass) -> &'static str {
     }
 }
 
-/// Sums the spans of each kernel within its node and pass, or within its part; those of a micro-batch outside of all nodes
-/// belong to the part `other`.
+/// Sums the spans of each kernel within its node and pass, or within its part; those of a micro-batch outside of all
+/// nodes belong to the part `other`.
 fn kernel_profiles(
     nodes: &[NodeProfile],
     parts: &[PartSpan],

@@ -117,8 +117,8 @@ const EXCLUSIVE_ONE_IN: usize = 16;
 const HEADER_BATCH: usize = 4096;
 
 impl ImageFiles {
-    /// Lists the images of `files`: class folders, tables (.csv, .tsv), tar archives and zip files. With `classes`, from another
-    /// split, only those classes are allowed and they keep their ids.
+    /// Lists the images of `files`: class folders, tables (.csv, .tsv), tar archives and zip files. With `classes`,
+    /// from another split, only those classes are allowed and they keep their ids.
     pub fn open(
         files: &[PathBuf],
         options: ImageOptions,
@@ -471,8 +471,8 @@ impl ImageFiles {
             about.push((
                 warnings::WARNING.into(),
                 format!(
-                    "classes such as `{example}` look like several labels each: set `label_separator = \"{separator}\"` \
-                     if an image has any number of them"
+                    "classes such as `{example}` look like several labels each: set \
+                     `label_separator = \"{separator}\"` if an image has any number of them"
                 ),
             ));
         }

@@ -257,8 +257,8 @@ impl Case {
         network.logits(&exec, Some(inputs)).unwrap().unwrap()
     }
 
-    /// The ids that follow `prompt` at temperature 0, without the id `never`; and, for each, how much better it was than
-    /// the second best, relative to the largest logit.
+    /// The ids that follow `prompt` at temperature 0, without the id `never`; and, for each, how much better it was
+    /// than the second best, relative to the largest logit.
     fn greedy(&self, weights: &Path, prompt: &[u32], tokens: usize, never: usize) -> Vec<(u32, f32)> {
         let vocab = LETTERS.chars().count();
         let length = prompt.len() + tokens;
@@ -475,7 +475,8 @@ fn a_tensor_beyond_the_budget_is_named() {
     assert!(!options.folder.exists());
 }
 
-/// Writes every case in every format, with what is read back, inputs and logits beside them, if `TRAINER_EXPORT_DIR` is set.
+/// Writes every case in every format, with what is read back, inputs and logits beside them, if `TRAINER_EXPORT_DIR` is
+/// set.
 #[test]
 fn writes_what_other_tools_compare() {
     let Some(root) = std::env::var_os("TRAINER_EXPORT_DIR") else { return };
