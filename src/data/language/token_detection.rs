@@ -79,35 +79,28 @@ pub fn foreign_type(beginning: &[u8], len: u64) -> Option<&'static str> {
 }
 
 fn float_type(beginning: &[u8], len: u64) -> Option<&'static str> {
-    // Ids of two bytes that are whole numbers as floats, all of them, are not a coincidence; nor are they all of a usual
-    // magnitude, which one pattern of eight has.
-    let is_id = |value: f64| value >= 0.0 && value.fract() == 0.0 && value < f64::from(1 << 24);
-    let is_usual = |value: f64| value == 0.0 || (1e-6..1e9).contains(&value.abs());
-    let all = |values: &mut dyn Iterator<Item = f64>, bytes: u64| {
-        let (mut ids, mut usual, mut zeros, mut count) = (0, 0, 0, 0);
-        for value in values {
-            count += 1;
-            ids += usize::from(is_id(value));
-            zeros += usize::from(value == 0.0);
-            usual += usize::from(is_usual(value));
-        }
-        let others = count - zeros;
-        // Halves of floats have too many patterns of a usual magnitude.
-        let are_usual = bytes > 2 && others >= 256 && 100 * usual >= 99 * count && 2 * zeros < count;
-        len.is_multiple_of(bytes) && zeros < count && (ids == count || are_usual)
+    let whole = |values: &[f64]| {
+        let is_id = |value: &f64| *value >= 0.0 && value.fract() == 0.0 && *value < f64::from(1 << 24);
+        values.iter().any(|value| *value != 0.0) && values.iter().all(is_id)
     };
-    let words = || beginning.as_chunks::<2>().0.iter();
-    if all(&mut beginning.as_chunks::<4>().0.iter().map(|word| f32::from_le_bytes(*word).into()), 4) {
-        return Some("floats of 32 bits");
-    }
-    if all(&mut beginning.as_chunks::<8>().0.iter().map(|word| f64::from_le_bytes(*word)), 8) {
-        return Some("floats of 64 bits");
-    }
-    if all(&mut words().map(|word| f16::from_le_bytes(*word).into()), 2) {
-        return Some("floats of 16 bits");
-    }
-    all(&mut words().map(|word| bf16::from_le_bytes(*word).into()), 2)
-        .then_some("floats of 16 bits (bfloat16)")
+    // One pattern of eight has a usual magnitude.
+    let usual = |values: &[f64]| {
+        let zeros = values.iter().filter(|value| **value == 0.0).count();
+        let usual = values.iter().filter(|value| (1e-6..1e9).contains(&value.abs())).count();
+        usual >= 256 && usual > zeros && 100 * (usual + zeros) >= 99 * values.len()
+    };
+    let (words, halves) = (beginning.as_chunks::<4>().0.iter(), beginning.as_chunks::<2>().0.iter());
+    let doubles = beginning.as_chunks::<8>().0.iter().map(|word| f64::from_le_bytes(*word));
+    let of_32: (&str, Vec<f64>) =
+        ("floats of 32 bits", words.map(|word| f32::from_le_bytes(*word).into()).collect());
+    let of_64 = ("floats of 64 bits", doubles.collect());
+    let of_16 = ("floats of 16 bits", halves.clone().map(|word| f16::from_le_bytes(*word).into()).collect());
+    let brain =
+        ("floats of 16 bits (bfloat16)", halves.map(|word| bf16::from_le_bytes(*word).into()).collect());
+    // Ids that are whole numbers as floats, all of them, are not a coincidence.
+    let found = [&of_32, &of_64, &of_16, &brain].into_iter().find(|(_, values)| whole(values));
+    let found = found.or_else(|| [&of_32, &of_64].into_iter().find(|(_, values)| usual(values)));
+    found.map(|(name, _)| *name).filter(|_| len.is_multiple_of(2))
 }
 
 fn is_big_endian(beginning: &[u8], len: u64) -> bool {
