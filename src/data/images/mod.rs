@@ -15,6 +15,7 @@ mod listing;
 mod more_formats;
 mod other_formats;
 mod pnm;
+mod set_folders;
 mod source_kind;
 mod table;
 mod tar;
@@ -477,10 +478,15 @@ impl ImageFiles {
             ));
         }
         if let (ignored @ 1.., Some(first)) = &self.listing.ignored {
-            about.push((
-                "ignored_files".into(),
-                format!("{ignored} that are no images by their names, such as `{}`", first.display()),
-            ));
+            let text = match self.listing.containers.contains(first) {
+                true => format!(
+                    "{ignored} in `{}`, which are no images by their names, or other images of a sample (`x.seg.png` beside \
+                     `x.png`)",
+                    first.display()
+                ),
+                false => format!("{ignored}, no images by their names, such as `{}`", first.display()),
+            };
+            about.push(("ignored_files".into(), text));
         }
         about
     }

@@ -12,7 +12,8 @@ use std::path::{Component, Path, PathBuf};
 use tar::{Archive, Entry};
 
 use super::header::ImageHeader;
-use super::listing::{Extent, ImageListing, is_hidden, is_image, is_set_name, several_sets};
+use super::listing::{Extent, ImageListing, is_hidden, is_image};
+use super::set_folders::{is_set_name, several_sets};
 use crate::base::regular_file;
 use crate::data::cache::CacheKey;
 use crate::data::files::{self, FileCompression};
@@ -95,7 +96,7 @@ impl ImageListing {
         }
         if index.ignored > 0 {
             self.ignored.0 += index.ignored - 1;
-            self.ignore(file.join("..."));
+            self.ignore(file.to_owned());
         }
         Ok(index.members.iter().any(|member| member.by_folder))
     }
