@@ -31,6 +31,7 @@ Formats:
   safetensors  the weights, and the job, classes and preprocessing as JSON
   gguf         a file for llama.cpp (gpt, llama), with tokenizer and chat template
   onnx         a graph for ONNX Runtime, with a dynamic batch
+  tflite       a graph for LiteRT on phones and small boards (mlp, cnn, resnet, mobilenet)
 
 What was written is read back and evaluated on the validation set beside the model itself.
 

@@ -157,6 +157,17 @@ pub enum Event {
         #[serde(default)]
         skipped_updates: u64,
     },
+    /// Weights were selected and set to zero, as the job's `[prune]` says.
+    Pruned {
+        /// Updates applied before it.
+        step: u64,
+        /// Fraction of the weights that are zero from now on.
+        sparsity: f64,
+        /// How many that are.
+        pruned: u64,
+        /// Weights that may be pruned.
+        weights: u64,
+    },
     /// An evaluation over the validation set.
     Eval {
         /// Updates applied before it.

@@ -17,6 +17,7 @@ mod model;
 mod optimizer;
 mod overrides;
 mod progress;
+mod prune;
 mod reference;
 mod renamed;
 mod rules;
@@ -48,6 +49,7 @@ pub use optimizer::{
     OnecycleSchedule, OptimizerConfig, OptimizerKind, ScheduleConfig, SgdConfig, StepSchedule,
 };
 pub use progress::{BestMetric, CheckpointConfig, EvalConfig, Interval, LogConfig, MemoryLog, Metric};
+pub use prune::{PruneConfig, PruneSchedule, PruneScope};
 pub use reference::job_markdown;
 pub use schema::schema;
 pub use source_map::{Snippet, SourceLocation};
@@ -85,6 +87,8 @@ pub struct Job {
     pub checkpoint: CheckpointConfig,
     #[serde(default, skip_serializing_if = "StopConfig::is_off")]
     pub stop: StopConfig,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub prune: Option<PruneConfig>,
     #[serde(default)]
     pub log: LogConfig,
 }

@@ -35,7 +35,7 @@ impl CategoricalEmbedding {
         cardinalities: &[usize],
     ) -> Self {
         let table = |(i, cardinality): (usize, &usize)| {
-            registry.param(
+            registry.table(
                 format!("{name}.{i}.weight"),
                 [*cardinality, embedding_dim(*cardinality)],
                 ParamInit::Normal(1.0),

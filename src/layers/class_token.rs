@@ -30,8 +30,8 @@ impl ClassToken {
         let length = input_shape.iter().product::<usize>() / width + 1;
         Self {
             name: name.into(),
-            class: registry.param(class, [1, 1, width], ParamInit::Constant(0.0)),
-            positions: registry.param(positions, [1, length, width], ParamInit::Normal(0.02)),
+            class: registry.table(class, [1, 1, width], ParamInit::Constant(0.0)),
+            positions: registry.table(positions, [1, length, width], ParamInit::Normal(0.02)),
             input_shape: input_shape.to_vec(),
             width,
             length,

@@ -29,7 +29,7 @@ impl Embedding {
         (vocab, length, width): (usize, usize, usize),
         init: ParamInit,
     ) -> Self {
-        let token_table = registry.param(weight, [vocab, width], init);
+        let token_table = registry.table(weight, [vocab, width], init);
         let num_parameters = vocab * width;
         Self {
             name: name.into(),
@@ -51,7 +51,7 @@ impl Embedding {
         context: usize,
         init: ParamInit,
     ) -> Self {
-        self.position_table = Some(registry.param(weight, [context, self.width], init));
+        self.position_table = Some(registry.table(weight, [context, self.width], init));
         self.num_parameters += context * self.width;
         self
     }
@@ -64,7 +64,7 @@ impl Embedding {
         token_types: usize,
         init: ParamInit,
     ) -> Self {
-        self.token_type_table = Some(registry.param(weight, [token_types, self.width], init));
+        self.token_type_table = Some(registry.table(weight, [token_types, self.width], init));
         self.num_parameters += token_types * self.width;
         self
     }

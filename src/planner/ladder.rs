@@ -80,6 +80,7 @@ pub fn build_plan(
         advice: None,
         shrunk: adjustments(r, predictor, as_written.exec_plan, picked.exec_plan),
         phases: estimate.phases,
+        pruned: None,
         disk: Disk::default(),
     }
 }

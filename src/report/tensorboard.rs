@@ -120,6 +120,9 @@ impl Sink for TensorBoard {
                 let tags: Vec<(&str, f64)> = tags.iter().map(|(tag, value)| (tag.as_str(), *value)).collect();
                 scalars(record.t, *step, &tags)
             }
+            Event::Pruned { step, sparsity, .. } => {
+                scalars(record.t, *step, &[("prune/sparsity", *sparsity)])
+            }
             Event::Best { step, .. } => match self.confusion(record.t, *step)? {
                 Some(payload) => payload,
                 None => return Ok(()),

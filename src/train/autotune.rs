@@ -37,7 +37,7 @@ pub fn plan(setup: &Setup, machine: &TargetMachine) -> Result<MemoryPlan, Failur
     }
     let plan = plan_of_fastest(&request, &predictor, &search, planned, &measured);
     let (parameters, trained_parameters) = (setup.num_parameters(), setup.num_trained());
-    Ok(MemoryPlan { parameters, trained_parameters, ..plan })
+    Ok(MemoryPlan { parameters, trained_parameters, pruned: setup.pruned_model(), ..plan })
 }
 
 /// The candidates that fit, fastest predicted first.
