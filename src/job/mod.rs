@@ -49,7 +49,7 @@ pub use optimizer::{
     OnecycleSchedule, OptimizerConfig, OptimizerKind, ScheduleConfig, SgdConfig, StepSchedule,
 };
 pub use progress::{BestMetric, CheckpointConfig, EvalConfig, Interval, LogConfig, MemoryLog, Metric};
-pub use prune::{PruneConfig, PruneSchedule, PruneScope};
+pub use prune::{PruneConfig, PruneSchedule, PruneScope, PruneStructure};
 pub use reference::job_markdown;
 pub use schema::schema;
 pub use source_map::{Snippet, SourceLocation};

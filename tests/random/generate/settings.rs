@@ -289,6 +289,16 @@ fn set_prune(draw: &mut Draw, job: &mut Table, steps: Option<usize>) {
         }
         false => drop(table.set("schedule", "constant")),
     }
+    // Some of their layers have a multiple of four inputs, whatever the rest of the model.
+    let has_fours = matches!(kind, "resnet" | "mobilenet");
+    match has_fours && !table.contains_key("end_step") && draw.chance(0.6) {
+        true => {
+            table.remove("final");
+            table.set("structure", "2:4");
+        }
+        false if draw.chance(0.3) => drop(table.set("structure", "weights")),
+        false => {}
+    }
     if draw.chance(0.6) {
         table.set("scope", draw.pick(&["tensor", "global"]));
     }
