@@ -150,6 +150,12 @@ fn pruning_that_cannot_be() {
 }
 
 #[test]
+fn teachers_that_cannot_be() {
+    check("distill_missing", &format!("{GOOD}[distill]\nteacher = \"nothing\"\n"));
+    check("distill_range", &format!("{GOOD}[distill]\ntemperature = 0\nweight = 1.5\n"));
+}
+
+#[test]
 fn splits_that_contradict_each_other() {
     let table = |keys: &str| {
         format!(

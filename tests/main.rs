@@ -6,6 +6,7 @@
 mod bounds;
 mod decoding;
 mod dispatch;
+mod distill;
 mod docs;
 mod durable;
 mod evaluations;

@@ -8,6 +8,7 @@
 mod change;
 mod check;
 mod data;
+mod distill;
 mod error;
 mod image_models;
 mod layers;
@@ -39,6 +40,7 @@ pub use data::{
     Quote, ShapesConfig, SourceConfig, SplitKind, Task, TextConfig, TextSyntheticConfig, TokenDtype,
     TokensConfig, TooLong, WindowMode,
 };
+pub use distill::DistillConfig;
 pub use error::{ErrorCode, JobError, JobErrors};
 pub use image_models::{MobilenetConfig, ResnetConfig, Stem};
 pub use layers::{BranchLayerConfig, LayerConfig, LayersConfig, ResidualActivation};
@@ -89,6 +91,8 @@ pub struct Job {
     pub stop: StopConfig,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub prune: Option<PruneConfig>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub distill: Option<DistillConfig>,
     #[serde(default)]
     pub log: LogConfig,
 }
