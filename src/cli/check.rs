@@ -112,7 +112,7 @@ fn pruning_cut_short(setup: &Setup) -> Option<String> {
             "pruning ends at step {} and the run at step {last}, with a sparsity of {:.3} instead of {}",
             prune.last_step(),
             prune.sparsity(last),
-            prune.final_sparsity
+            prune.target()
         )
     })
 }
