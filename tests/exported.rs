@@ -292,6 +292,28 @@ fn inputs_that_do_not_fit_the_model_are_named() {
     assert_eq!(out.stdout.lines().count(), 4);
 }
 
+/// Decimal commas do not split the only column, and a blank line is a row without a value.
+#[test]
+fn a_table_of_one_column_has_a_prediction_for_each_row() {
+    let folder = job_folder(
+        "[model]\nkind = 'mlp'\nhidden = [4]\n[data]\nkind = 'csv'\ntrain = ['train.csv']\ntarget = 'y'\nvalid_fraction = 0.25\n\
+         on_missing = 'mean'\n[train]\nbatch_size = 8\nsteps = 2\n[log]\ntensorboard = false\n",
+    );
+    let at = folder.path();
+    let rows: String = (0..60).map(|i| format!("{i},5;{i},25\n")).collect();
+    fs::write(at.join("train.csv"), format!("x;y\n{rows}")).unwrap();
+    fit(at);
+    let predicted = |table: &str| {
+        fs::write(at.join("new.csv"), table).unwrap();
+        let out = trainer(at, &["predict", "run", "new.csv", "-q"]).expect(0).stdout;
+        out.lines().skip(1).map(str::to_owned).collect::<Vec<_>>()
+    };
+    let two = predicted("x\n5,5\n1,5\n");
+    assert_eq!(two.len(), 2);
+    let three = predicted("x\n5,5\n\n1,5\n");
+    assert_eq!((three.len(), &three[0], &three[2]), (3, &two[0], &two[1]));
+}
+
 #[test]
 fn an_image_that_is_none_is_named() {
     let folder = job_folder(

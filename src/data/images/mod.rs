@@ -20,6 +20,7 @@ mod source_kind;
 mod table;
 mod tar;
 mod tar_shards;
+mod tiff_image;
 mod zip;
 
 #[cfg(test)]

@@ -35,6 +35,7 @@ mod parquet_groups;
 mod parquet_pages;
 mod parquet_partitions;
 mod parquet_values;
+mod parquet_zones;
 mod row_index;
 mod rows;
 mod schema;
@@ -43,6 +44,7 @@ mod statistics;
 #[cfg(test)]
 mod tests;
 mod text_encoding;
+mod time_zone;
 mod units;
 
 use std::path::Path;

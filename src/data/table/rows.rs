@@ -96,7 +96,7 @@ impl RowReader {
             return Ok(reader);
         }
         reader.fill()?;
-        if reader.buffer.starts_with(arrow_file::MAGIC) || reader.buffer.starts_with(b"PAR1") {
+        if arrow_file::is_arrow(&reader.buffer) || reader.buffer.starts_with(b"PAR1") {
             return Err(DataError::Table {
                 file: file.to_owned(),
                 place: String::new(),
