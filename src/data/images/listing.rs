@@ -122,8 +122,8 @@ impl ImageListing {
         self.label_sets.is_some()
     }
 
-    /// Reads every class name as labels, between which stands `separator`. Their ids are those in `known`, or follow the
-    /// order of their names; returns a label that `known` lacks.
+    /// Reads every class name as labels, between which stands `separator`. Their ids are those in `known`, or
+    /// follow the order of their names; returns a label that `known` lacks.
     pub fn split_labels(
         &mut self,
         separator: Option<&str>,
@@ -268,7 +268,8 @@ impl ImageListing {
     }
 }
 
-/// Refuses a root whose only folder has several folders and no image: it is `images/` of `images/cat` and `images/dog`.
+/// Refuses a root whose only folder has several folders and no image: it is `images/` of `images/cat` and
+/// `images/dog`.
 fn refuse_folder_of_classes(root: &Path, only: &OsStr) -> Result<(), DataError> {
     let inside = sorted_entries(&root.join(only))?;
     let folders = inside.iter().filter(|entry| entry.is_folder).count();
@@ -296,8 +297,8 @@ fn class_folder(root: &Path, name: &str) -> Result<ClassFolder, DataError> {
     Ok(ClassFolder { folders, has_images })
 }
 
-/// Calls `visit` with the path, relative to `root`, of every image that [`ImageListing::add_folders`] adds, in the same
-/// order. Holds the names of one folder at a time.
+/// Calls `visit` with the path, relative to `root`, of every image that [`ImageListing::add_folders`] adds, in the
+/// same order. Holds the names of one folder at a time.
 pub fn walk_image_folder(
     root: &Path,
     visit: &mut dyn FnMut(&Path) -> Result<(), DataError>,

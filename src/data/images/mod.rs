@@ -119,8 +119,8 @@ const EXCLUSIVE_ONE_IN: usize = 16;
 const HEADER_BATCH: usize = 4096;
 
 impl ImageFiles {
-    /// Lists the images of `files`: class folders, tables (.csv, .tsv), tar archives and zip files. With `classes`, from another
-    /// split, only those classes are allowed and they keep their ids.
+    /// Lists the images of `files`: class folders, tables (.csv, .tsv), tar archives and zip files. With `classes`,
+    /// from another split, only those classes are allowed and they keep their ids.
     pub fn open(
         files: &[PathBuf],
         options: ImageOptions,
@@ -481,7 +481,7 @@ impl ImageFiles {
         if let (ignored @ 1.., Some(first)) = &self.listing.ignored {
             let text = match self.listing.containers.contains(first) {
                 true => format!(
-                    "{ignored} in `{}`, which are no images by their names, or other images of a sample (`x.seg.png` beside \
+                    "{ignored} in `{}`, no images by their names, or other images of a sample (`x.seg.png` beside \
                      `x.png`)",
                     first.display()
                 ),

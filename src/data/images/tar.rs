@@ -359,8 +359,8 @@ impl MemberScan {
 }
 
 impl MemberScan {
-    /// Refuses an archive with `train/cat/1.jpg` and `test/cat/1.jpg`, or with `train/1.jpg` and `test/1.jpg` and no labels:
-    /// its images are of several sets.
+    /// Refuses an archive with `train/cat/1.jpg` and `test/cat/1.jpg`, or with `train/1.jpg` and `test/1.jpg` and
+    /// no labels: its images are of several sets.
     fn check_sets(&self, file: &Path) -> Result<(), DataError> {
         let folders = |depth: usize| -> BTreeSet<String> {
             let name = |path: &PathBuf| Some(path.ancestors().nth(depth)?.file_name()?.to_str()?.to_owned());
@@ -373,8 +373,8 @@ impl MemberScan {
         if sets.len() < 2 { Ok(()) } else { Err(several_sets(file, &sets)) }
     }
 
-    /// A sample of WebDataset may have other images than its input, such as the segmentation `1.seg.png` beside `1.png`:
-    /// the one with a plain extension is the input.
+    /// A sample of WebDataset may have other images than its input, such as the segmentation `1.seg.png` beside
+    /// `1.png`: the one with a plain extension is the input.
     fn keep_one_image_per_sample(&mut self) {
         let is_plain = |path: &Path| !path.file_stem().unwrap_or_default().to_string_lossy().contains('.');
         let inputs: HashSet<PathBuf> =

@@ -1,7 +1,8 @@
 //! Dates and times in text: year-month-day, day/month/year or month/day/year, with a month in digits or by its English
 //! name, a time of day, or both; a month, a quarter or a week, which stand for their first day.
 //!
-//! An offset from UTC and the name of a zone are accepted and ignored: the parts are those of the time as it is written.
+//! An offset from UTC and the name of a zone are accepted and ignored: the parts are those of the time as it is
+//! written.
 
 use jiff::civil::{Date, ISOWeekDate, Weekday};
 use serde::{Deserialize, Serialize};
@@ -243,7 +244,8 @@ fn parse_ideographs(text: &str) -> Option<(Date, &str)> {
     Some((date, rest))
 }
 
-/// The first day of a week as in ISO 8601, `2021-W05` or with a day `2021-W05-3`, or of a quarter, `2021Q3` or `Q3 2021`.
+/// The first day of a week as in ISO 8601, `2021-W05` or with a day `2021-W05-3`, or of a quarter, `2021Q3` or `Q3
+/// 2021`.
 fn parse_period(text: &str) -> Option<Date> {
     let year = |text: &str| (text.len() == 4).then(|| parse_digits::<i16>(text)).flatten();
     if let Some((before, after)) = text.split_once(['W', 'w']) {

@@ -121,8 +121,8 @@ pub fn parse_plain(text: &[u8]) -> Option<f64> {
     str::from_utf8(text).ok()?.trim().parse().ok()
 }
 
-/// A number with the symbol of a currency, in a file or behind rows whose numbers have none. `$1,234` may have groups of
-/// digits or a decimal comma, and is none.
+/// A number with the symbol of a currency, in a file or behind rows whose numbers have none. `$1,234` may have
+/// groups of digits or a decimal comma, and is none.
 #[cold]
 fn parse_with_currency(text: &[u8]) -> Option<f64> {
     let written =
