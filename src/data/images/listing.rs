@@ -122,8 +122,8 @@ impl ImageListing {
         self.label_sets.is_some()
     }
 
-    /// Reads every class name as labels, between which stands `separator`. Their ids are those in `known`, or
-    /// follow the order of their names; returns a label that `known` lacks.
+    /// Reads every class name as labels, between which stands `separator`. Their ids are those in `known`, or follow
+    /// the order of their names; returns a label that `known` lacks.
     pub fn split_labels(
         &mut self,
         separator: Option<&str>,
@@ -202,7 +202,8 @@ impl ImageListing {
                 file: root.to_owned(),
                 place: String::new(),
                 problem: "expected a folder of images for each class, and it has no folder".into(),
-                hint: "move the images of each class into a folder of its own, or name a table (.csv) of paths and labels",
+                hint: "move the images of each class into a folder of its own, \
+                       or name a table (.csv) of paths and labels",
             });
         }
         if let [only] = &classes[..] {

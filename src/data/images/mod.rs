@@ -473,8 +473,8 @@ impl ImageFiles {
             about.push((
                 warnings::WARNING.into(),
                 format!(
-                    "classes such as `{example}` look like several labels each: set `label_separator = \"{separator}\"` \
-                     if an image has any number of them"
+                    "classes such as `{example}` look like several labels each: set \
+                     `label_separator = \"{separator}\"` if an image has any number of them"
                 ),
             ));
         }

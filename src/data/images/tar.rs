@@ -348,7 +348,8 @@ impl MemberScan {
             let sidecar = sidecar(&self.labels, &path).map(str::to_owned);
             let by_folder = sidecar.is_none();
             let Some(label) = sidecar.or(folder) else {
-                let problem = "it has no class: it is in no folder, and there is no `.cls`, `.json` or `.txt` member with a label beside it";
+                let problem = "it has no class: it is in no folder, and there is no `.cls`, `.json` or `.txt` \
+                               member with a label beside it";
                 return Err(member_error(file, &path, problem.into()));
             };
             Ok(ArchiveMember { path: path.to_string_lossy().into_owned(), label, by_folder, extent, header })

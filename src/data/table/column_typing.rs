@@ -108,7 +108,10 @@ impl<'a> ColumnTyping<'a> {
             }
             Some(DateColumn::Ambiguous) => Err(self.wrong(
                 i,
-                format!("the first number of `{value}` in line {line} may be the day or the month, and no date of the first rows decides"),
+                format!(
+                    "the first number of `{value}` in line {line} may be the day or the month, and no date of the \
+                     first rows decides"
+                ),
                 "set `dates` to \"day_first\" or \"month_first\"",
             )),
             Some(DateColumn::Mixed) => Err(self.wrong(

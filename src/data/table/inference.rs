@@ -109,8 +109,8 @@ impl ColumnInference {
         Self { declared_text: text, unsupported, ..Self::default() }
     }
 
-    /// Whether its values are texts, not numbers. Texts that a file declares are numbers if all of them are, and
-    /// too many to be codes.
+    /// Whether its values are texts, not numbers. Texts that a file declares are numbers if all of them are, and too
+    /// many to be codes.
     pub fn is_text(&self) -> bool {
         self.has_text || self.declared_text && self.number_hashes.count_ones() < MANY_NUMBERS
     }
@@ -359,13 +359,15 @@ impl ColumnInference {
         match problem {
             NotationProblem::AmbiguousComma => (
                 format!(
-                    "{place} may have a decimal comma or a group of three digits, and no value of the first rows decides"
+                    "{place} may have a decimal comma or a group of three digits, and no value of the first \
+                     rows decides"
                 ),
                 "set `decimal = \",\"` if the comma starts the fraction, or `decimal = \".\"` if it groups digits",
             ),
             NotationProblem::MixedMarks => (
                 format!("{place} has another decimal mark than the values above it"),
-                "correct the value, or set `decimal` to \".\" or \",\": values with the other mark are then bad records",
+                "correct the value, or set `decimal` to \".\" or \",\": values with the other mark are then \
+                 bad records",
             ),
             NotationProblem::MixedPercent => (
                 format!("{place}: some values have a percent sign and others do not"),

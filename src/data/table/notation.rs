@@ -458,7 +458,12 @@ mod tests {
     proptest! {
         /// A number printed with groups and either mark is read back.
         #[test]
-        fn printed_numbers_are_read_back(whole in 0u64..10_000_000_000, cents in 0u8..100, comma: bool, negative: bool) {
+        fn printed_numbers_are_read_back(
+            whole in 0u64..10_000_000_000,
+            cents in 0u8..100,
+            comma: bool,
+            negative: bool,
+        ) {
             let (mark, group) = if comma { (',', ".") } else { ('.', ",") };
             let digits = whole.to_string();
             let groups: Vec<&str> = digits.as_bytes().rchunks(3).rev().map(|g| str::from_utf8(g).unwrap()).collect();

@@ -302,6 +302,7 @@ mod tests {
         let tensor = Tensor::from_vec(values.clone(), (20, 30), &Device::Cpu).unwrap();
         tensor.save_safetensors("w", &source).unwrap();
         let spec = TensorSpec {
+            is_table: false,
             name: "w".into(),
             shape: vec![20, 30],
             init: ParamInit::Constant(0.0),
