@@ -1,5 +1,6 @@
-//! Exported folders are used like the runs they came from, after these are gone; and what cannot be used is refused with
-//! its exit code: a run without a checkpoint, files that are missing, truncated or of another model, inputs that are none.
+//! Exported folders are used like the runs they came from, after these are gone; and what cannot be used is refused
+//! with its exit code: a run without a checkpoint, files that are missing, truncated or of another model, inputs
+//! that are none.
 
 use std::fs;
 use std::path::Path;
@@ -296,8 +297,8 @@ fn inputs_that_do_not_fit_the_model_are_named() {
 #[test]
 fn a_table_of_one_column_has_a_prediction_for_each_row() {
     let folder = job_folder(
-        "[model]\nkind = 'mlp'\nhidden = [4]\n[data]\nkind = 'csv'\ntrain = ['train.csv']\ntarget = 'y'\nvalid_fraction = 0.25\n\
-         on_missing = 'mean'\n[train]\nbatch_size = 8\nsteps = 2\n[log]\ntensorboard = false\n",
+        "[model]\nkind = 'mlp'\nhidden = [4]\n[data]\nkind = 'csv'\ntrain = ['train.csv']\ntarget = 'y'\n\
+         valid_fraction = 0.25\non_missing = 'mean'\n[train]\nbatch_size = 8\nsteps = 2\n[log]\ntensorboard = false\n",
     );
     let at = folder.path();
     let rows: String = (0..60).map(|i| format!("{i},5;{i},25\n")).collect();

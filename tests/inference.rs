@@ -220,8 +220,8 @@ fn losses_and_early_stopping_are_keys_of_the_job() {
     assert!(resume(&["stop.patience=1", "stop.min_delta=0.5"]) > stopped);
 }
 
-/// A model trained on ten classes is fine-tuned to two, in full and by its head alone, and is then better than one that
-/// begins with nothing.
+/// A model trained on ten classes is fine-tuned to two, in full and by its head alone, and is then better than one
+/// that begins with nothing.
 #[test]
 fn a_trained_model_is_fine_tuned_to_other_classes() {
     let job = |classes: &str, extra: &str| {

@@ -360,8 +360,8 @@ impl MemberScan {
 }
 
 impl MemberScan {
-    /// Refuses an archive with `train/cat/1.jpg` and `test/cat/1.jpg`, or with `train/1.jpg` and `test/1.jpg` and no labels:
-    /// its images are of several sets.
+    /// Refuses an archive with `train/cat/1.jpg` and `test/cat/1.jpg`, or with `train/1.jpg` and `test/1.jpg` and
+    /// no labels: its images are of several sets.
     fn check_sets(&self, file: &Path) -> Result<(), DataError> {
         let folders = |depth: usize| -> BTreeSet<String> {
             let name = |path: &PathBuf| Some(path.ancestors().nth(depth)?.file_name()?.to_str()?.to_owned());

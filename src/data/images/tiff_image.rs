@@ -73,7 +73,8 @@ pub fn decode(file: &[u8], size: [usize; 2], pixels: &mut Vec<u8>) -> Result<usi
     }
 }
 
-/// A copy of a file of palette colors that says it is gray, so that the decoder returns the indices; `None` for others.
+/// A copy of a file of palette colors that says it is gray, so that the decoder returns the indices; `None` for
+/// others.
 fn with_gray_indices(file: &[u8]) -> Option<Vec<u8>> {
     let mut read_at = |at: u64, into: &mut [u8]| {
         let part = usize::try_from(at).ok().and_then(|at| file.get(at..at.checked_add(into.len())?));

@@ -1,5 +1,5 @@
-//! Arrow IPC files (Feather version 2) and streams: the schema, and record batches one at a time, uncompressed or by LZ4 or
-//! zstd.
+//! Arrow IPC files (Feather version 2) and streams: the schema, and record batches one at a time, uncompressed or
+//! by LZ4 or zstd.
 //!
 //! The metadata is untrusted: every length is checked against the file before anything is allocated for it.
 
@@ -20,7 +20,8 @@ pub const MAGIC: &[u8; 6] = b"ARROW1";
 /// First bytes of every message, and so of a stream.
 const CONTINUATION: [u8; 4] = [0xff; 4];
 
-/// Whether a file with these first bytes is an Arrow file or a stream, whose first message has a length of less than 16 MiB.
+/// Whether a file with these first bytes is an Arrow file or a stream, whose first message has a length of less
+/// than 16 MiB.
 pub fn is_arrow(start: &[u8]) -> bool {
     start.starts_with(MAGIC) || start.len() >= 8 && start.starts_with(&CONTINUATION) && start[7] == 0
 }

@@ -1,5 +1,5 @@
-//! The time zones of Parquet columns. The format stores points in time in UTC; Arrow's schema and the metadata of pandas, kept
-//! in the footer, have the zone in which a column was written.
+//! The time zones of Parquet columns. The format stores points in time in UTC; Arrow's schema and the metadata of
+//! pandas, kept in the footer, have the zone in which a column was written.
 
 use std::collections::BTreeMap;
 use std::path::Path;

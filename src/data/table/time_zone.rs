@@ -24,7 +24,8 @@ pub fn offset_seconds(zone: &TimeZone, seconds: i64) -> i64 {
 }
 
 /// What to do about a zone that is not known.
-pub const UNKNOWN_HINT: &str = "convert the column: `df[c] = df[c].dt.tz_convert(\"UTC\")`, or keep the clock and drop the zone with `.dt.tz_localize(None)`";
+pub const UNKNOWN_HINT: &str = "convert the column: `df[c] = df[c].dt.tz_convert(\"UTC\")`, or keep the clock and drop the \
+     zone: `.dt.tz_localize(None)`";
 
 #[cfg(test)]
 mod tests {
