@@ -439,15 +439,11 @@ impl<'a> Engine<'a> {
             .collect::<Result<_, _>>()?)
     }
 
-    /// Selects the weights to prune, if that is due after update `step`, and keeps the pruned ones at zero.
+    /// Keeps pruned weights at zero after update `step`, and selects more of them if that is due.
     pub fn prune(&self, step: u64) -> candle_core::Result<Option<PrunedCount>> {
-        let Some(pruning) = self.pruning.as_ref().filter(|pruning| pruning.is_active(step)) else {
-            return Ok(None);
-        };
+        let Some(pruning) = &self.pruning else { return Ok(None) };
         let _kernels = ReferenceScope::enter(self.setup.backend().is_reference());
-        let count = pruning.is_due(step).then(|| pruning.select(&self.store, step)).transpose()?;
-        pruning.apply(&self.store, self.average.as_ref())?;
-        Ok(count)
+        pruning.after_update(&self.store, self.average.as_ref(), step)
     }
 
     /// The tensors a checkpoint saves.

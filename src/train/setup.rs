@@ -209,7 +209,7 @@ impl Setup {
         let metrics = RequestedMetrics::of(&job, datasets.valid.features(), datasets.valid.len())?;
         let (rules, features) = (ParamRules::of_job(&job), datasets.train.features());
         let built = fused_network(&job.model, &loss, &rules, features, dtype, backend)?;
-        let teacher = Teacher::of(&job, datasets.train.as_ref())?;
+        let teacher = Teacher::of(&job, datasets.valid.as_ref())?;
         let network = with_teacher(built.network, teacher.as_ref(), features, dtype, backend)?;
         let mut bucket_networks = bucket_networks(&job.model, &loss, &rules, features, dtype, backend)?;
         for BucketNetwork { features, network } in &mut bucket_networks {
