@@ -6,7 +6,7 @@
 mod case;
 mod integers;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
 use candle_core::{DType, Device, Tensor};
@@ -71,27 +71,32 @@ fn quantized_blocks_are_candles() {
     }
 }
 
+/// Every value of `model.onnx` is defined before it is used, and once. Returns the names of its initializers.
+fn check_onnx_order(name: &str, folder: &Path) -> BTreeSet<String> {
+    let graph = onnx::parse(&std::fs::read(folder.join("model.onnx")).unwrap());
+    let initializers: BTreeSet<String> = graph.initializers.iter().cloned().collect();
+    assert_eq!(initializers.len(), graph.initializers.len(), "{name}");
+    let mut known: BTreeSet<String> = graph.inputs.iter().chain(&graph.initializers).cloned().collect();
+    for (inputs, outputs) in graph.nodes {
+        for input in inputs {
+            assert!(known.contains(&input), "{name}: `{input}` is not defined yet");
+        }
+        assert!(outputs.iter().all(|output| known.insert(output.clone())), "{name}");
+    }
+    assert!(graph.outputs.iter().all(|output| known.contains(output)));
+    initializers
+}
+
 #[test]
 fn an_onnx_file_is_a_graph_in_order() {
-    use std::collections::BTreeSet;
     let root = tempfile::tempdir().unwrap();
     for case in CASES {
         let case = Case::new(case, root.path());
         for dtype in [WeightDtype::F32, WeightDtype::F16] {
             let options = case.options(ExportFormat::Onnx, Some(dtype), None);
             let (_, tensors) = case.export(&options).unwrap();
-            let file = std::fs::read(options.folder.join("model.onnx")).unwrap();
-            let graph = onnx::parse(&file);
-            let mut known: BTreeSet<String> =
-                graph.inputs.iter().chain(&graph.initializers).cloned().collect();
-            assert!(tensors.keys().all(|name| known.contains(name)), "{}", case.name);
-            for (inputs, outputs) in graph.nodes {
-                for input in inputs {
-                    assert!(known.contains(&input), "{}: `{input}` is not defined yet", case.name);
-                }
-                assert!(outputs.iter().all(|output| known.insert(output.clone())), "{}", case.name);
-            }
-            assert!(graph.outputs.iter().all(|output| known.contains(output)));
+            let initializers = check_onnx_order(case.name, &options.folder);
+            assert!(tensors.keys().all(|name| initializers.contains(name)), "{}", case.name);
         }
     }
 }
@@ -229,7 +234,7 @@ fn other_tools_compute_what_we_compute() {
         serde_json::from_str(&std::fs::read_to_string(file).unwrap()).unwrap();
     let root = tempfile::tempdir().unwrap();
     for case in CASES {
-        let case = Case::new(case, root.path());
+        let mut case = Case::new(case, root.path());
         let Some(formats) = golden.get(case.name) else {
             assert!(case.model.kind() == "mlp", "no other tool has read {}", case.name);
             continue;
@@ -247,6 +252,10 @@ fn other_tools_compute_what_we_compute() {
             .collect();
         let largest = logits.iter().fold(0f32, |most, v| most.max(v.abs()));
         for (form, golden) in formats {
+            if let Some(form) = form.strip_suffix("-int8") {
+                integers::check_golden(&mut case, form.parse().unwrap(), &golden.logits);
+                continue;
+            }
             let (format, dtype) = match form.as_str() {
                 "hf" => (ExportFormat::Hf, WeightDtype::F32),
                 "onnx" => (ExportFormat::Onnx, WeightDtype::F32),

@@ -43,6 +43,7 @@ impl QuantizedGraph {
     ) -> Result<Self, ExportError> {
         let mut this = Self { graph, initializers: Vec::new(), weights: Vec::new(), output: input.into() };
         let mut values: Vec<String> = Vec::new();
+        this.graph.begin_layer(&network.values[0].name);
         let first = this.point(network, 0, input.into());
         values.push(first);
         for (at, operator) in network.operators.iter().enumerate() {
