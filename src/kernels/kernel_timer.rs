@@ -1,9 +1,9 @@
 //! Measures the kernels that a thread runs, on request: where the time within a layer goes.
 //!
-//! A thread that has no recording pays one check per kernel. A kernel is known by its file in `src/kernels`. On the CPU it counts
-//! for the thread that calls it, which waits for the threads that help it: the part of a kernel that runs on another thread
-//! is within the time of its caller and has no span of its own. On a GPU it is the time from one event to another in the
-//! compute stream, and nothing waits while the kernels are recorded.
+//! A thread that has no recording pays one check per kernel. A kernel is known by its file in `src/kernels`. On the
+//! CPU it counts for the thread that calls it, which waits for the threads that help it: the part of a kernel that
+//! runs on another thread is within the time of its caller and has no span of its own. On a GPU it is the time from
+//! one event to another in the compute stream, and nothing waits while the kernels are recorded.
 
 use std::cell::{Cell, RefCell};
 

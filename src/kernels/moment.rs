@@ -1,5 +1,6 @@
 //! Moments of a profile. On the CPU a moment is a reading of the host's clock; on a GPU it is an event in the compute
-//! stream, which the GPU timestamps when it gets there. Taking one never waits; the interval between two waits for both.
+//! stream, which the GPU timestamps when it gets there. Taking one never waits; the interval between two waits for
+//! both.
 
 use std::time::Instant;
 

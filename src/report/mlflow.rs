@@ -1,9 +1,10 @@
-//! Sends a run to MLflow, a server or its SQLite file: its parameters, its metrics with step and time, and how it ended.
+//! Sends a run to MLflow, a server or its SQLite file: its parameters, its metrics with step and time, and how it
+//! ended.
 //!
-//! A thread of its own talks to the store, so that no update waits for it. Its queue is bounded: while the store does not
-//! answer, the oldest metrics are dropped and counted. Whatever fails here is a warning, never an error of the run. The id
-//! of the MLflow run is kept in the run's folder: a resumed run continues it, sends nothing twice, and first what an earlier
-//! process could not send.
+//! A thread of its own talks to the store, so that no update waits for it. Its queue is bounded: while the store does
+//! not answer, the oldest metrics are dropped and counted. Whatever fails here is a warning, never an error of the
+//! run. The id of the MLflow run is kept in the run's folder: a resumed run continues it, sends nothing twice, and
+//! first what an earlier process could not send.
 
 mod client;
 mod sqlite;

@@ -149,7 +149,7 @@ fn block_table(profile: &Profile) -> Vec<String> {
     let mut lines = text::table("<>>>>><", 2, &rows);
     lines.push(match profile.copy_speed {
         Some(CopySpeed { to_host, to_device }) => format!(
-            "  offloading moves the input of a recomputed block to host memory: {:.1} GB/s to the host, {:.1} GB/s back",
+            "  offloading moves the inputs of recomputed blocks to host memory: {:.1} GB/s there, {:.1} GB/s back",
             to_host / 1e9,
             to_device / 1e9
         ),
@@ -382,7 +382,7 @@ mod tests {
             Some(BlockOffload { freed_bytes: 3 << 20, copy_s: 0.004, exposed_s: 0.001 });
         let on_gpu = shown(&profile);
         assert_eq!(on_gpu[1], "first 1.00 TiB 20.0 % 3.00 MiB 4.000 ms 10.0 % is recomputed");
-        assert!(on_gpu[3].ends_with("25.0 GB/s to the host, 20.0 GB/s back"), "{on_gpu:?}");
+        assert!(on_gpu[3].ends_with("25.0 GB/s there, 20.0 GB/s back"), "{on_gpu:?}");
     }
 
     #[test]

@@ -1,5 +1,5 @@
-//! Updates of a job outside of a run, to measure them: on the job's own data, under a ledger with the job's budget, and
-//! with a learning rate of 0, so that every update does the same work.
+//! Updates of a job outside of a run, to measure them: on the job's own data, under a ledger with the job's budget,
+//! and with a learning rate of 0, so that every update does the same work.
 
 use std::time::Instant;
 
@@ -58,7 +58,8 @@ impl<'a> TrialUpdates<'a> {
         Ok(Self { setup, engine, loader, count: 0, _prefetch: prefetch.map_err(StepError::Oom)? })
     }
 
-    /// Makes the next update and returns its seconds. `ended` is called at the end of each part: the next one begins there.
+    /// Makes the next update and returns its seconds. `ended` is called at the end of each part: the next one begins
+    /// there.
     pub fn next_update(&mut self, mut ended: impl FnMut(UpdatePart)) -> Result<f64, Failure> {
         let begun = Instant::now();
         let (mut pending_sums, mut samples) = (Vec::new(), 0);

@@ -1,8 +1,10 @@
-//! MLflow's store in a SQLite file, without a server: `sqlite:///mlflow.db`, as `mlflow ui --backend-store-uri` names it.
+//! MLflow's store in a SQLite file, without a server: `sqlite:///mlflow.db`, as `mlflow ui --backend-store-uri` names
+//! it.
 //!
-//! The file is opened for each call and closed after it: MLflow may migrate its tables between two of them. A new file gets the
-//! tables of an early revision, which every later MLflow migrates when it opens the file. Of a file that exists, the columns that
-//! a run writes must be there; rows have MLflow's own form, and nothing else of the file is touched.
+//! The file is opened for each call and closed after it: MLflow may migrate its tables between two of them. A new
+//! file gets the tables of an early revision, which every later MLflow migrates when it opens the file. Of a file
+//! that exists, the columns that a run writes must be there; rows have MLflow's own form, and nothing else of the
+//! file is touched.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;

@@ -1,5 +1,5 @@
--- The tables of revision cfd24bdc0731 (MLflow 1.6, 2020): the first that has all that a run writes. Every later version of
--- MLflow knows it and migrates it, with its rows, when it opens the file.
+-- The tables of revision cfd24bdc0731 (MLflow 1.6, 2020): the first that has all that a run writes. Every later
+-- version of MLflow knows it and migrates it, with its rows, when it opens the file.
 CREATE TABLE alembic_version (
     version_num VARCHAR(32) NOT NULL,
     CONSTRAINT alembic_version_pkc PRIMARY KEY (version_num)
