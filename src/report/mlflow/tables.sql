@@ -1,4 +1,4 @@
--- The tables of revision cfd24bdc0731 (MLflow 1.6, 2020): the first that has all that a run writes. Every later
+-- The tables of revision cfd24bdc0731 (of October 2019): the first that has all that a run writes. Every later
 -- version of MLflow knows it and migrates it, with its rows, when it opens the file.
 CREATE TABLE alembic_version (
     version_num VARCHAR(32) NOT NULL,
