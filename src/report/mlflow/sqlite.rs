@@ -161,11 +161,15 @@ fn must_have_changed(changed: usize, run: &TrackedRun) -> Result<(), StoreError>
 impl TrackingStore for SqliteStore {
     fn create_run(&self, experiment: &str, name: &str) -> Result<TrackedRun, String> {
         self.call(|file| {
-            let known = file
-                .query_row("SELECT experiment_id FROM experiments WHERE name = ?", [experiment], |row| row.get(0))
-                .optional()?;
-            let experiment_id: i64 = match known {
-                Some(id) => id,
+            let known = "SELECT experiment_id, lifecycle_stage = 'deleted' FROM experiments WHERE name = ?";
+            let known = file.query_row(known, [experiment], |row| Ok((row.get(0)?, row.get(1)?)));
+            let experiment_id: i64 = match known.optional()? {
+                Some((id, false)) => id,
+                Some((id, true)) => {
+                    let restore = format!("`mlflow experiments restore --experiment-id {id}` restores it");
+                    let message = format!("its experiment `{experiment}` is deleted: {restore}");
+                    return Err(StoreError::Other(message));
+                }
                 None => self.create_experiment(file, None, experiment)?,
             };
             let run_id: String = file.query_row("SELECT lower(hex(randomblob(16)))", [], |row| row.get(0))?;
@@ -295,6 +299,21 @@ mod tests {
         Connection::open(&store.path).unwrap().execute_batch(old).unwrap();
         let error = store.create_run("one", "a").unwrap_err();
         assert!(error.ends_with("the table `latest_metrics` has no column `step`"), "{error}");
+    }
+
+    #[test]
+    fn a_deleted_experiment_gets_no_run() {
+        let folder = tempfile::tempdir().unwrap();
+        let store = store(folder.path());
+        store.create_run("one", "a").unwrap();
+        let delete = "UPDATE experiments SET lifecycle_stage = 'deleted' WHERE name = 'one'";
+        Connection::open(&store.path).unwrap().execute_batch(delete).unwrap();
+        let error = store.create_run("one", "b").unwrap_err();
+        assert!(
+            error.contains("`one` is deleted: `mlflow experiments restore --experiment-id 1`"),
+            "{error}"
+        );
+        assert_eq!(rows::<String>(&store, "SELECT name FROM runs"), ["a"]);
     }
 
     #[test]
