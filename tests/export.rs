@@ -45,6 +45,8 @@ fn an_export_is_evaluated_beside_its_model() {
         let loss = change(&rounded, "loss");
         assert!(loss > 0.0 && loss < 0.05, "{rounded}");
     }
+    let rounded = export(&["--format", "tflite", "-o", "tflite"]).expect(0).json();
+    assert!(change(&rounded, "loss") < 1e-5, "{rounded}");
     let description: Value =
         serde_json::from_slice(&fs::read(folder.path().join("safetensors/model.json")).unwrap()).unwrap();
     assert_eq!(description["target"]["classes"], json!(["above", "below"]));
@@ -87,7 +89,9 @@ fn what_makes_no_sense_is_refused_with_what_would_work() {
     let text = export(&["--format", "gguf", "-o", "out"]).expect(2).stderr;
     assert!(text.contains("a `mlp` model has no `gguf` form"), "{text}");
     assert!(
-        text.contains("hint: a `mlp` model exports with `--format safetensors`, `--format onnx`"),
+        text.contains(
+            "hint: a `mlp` model exports with `--format safetensors`, `--format onnx`, `--format tflite`"
+        ),
         "{text}"
     );
     export(&["--format", "onnx", "--quantize", "q4_0", "-o", "out"]).expect(2);

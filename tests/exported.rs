@@ -56,9 +56,10 @@ fn a_classifier_is_used_from_its_export() {
     let eval =
         |model: &str| trainer(at, &["eval", model, "--data", "train.csv", "--json", "-q"]).expect(0).json();
     let (rows, metrics) = (predict("run"), eval("run"));
-    ["safetensors", "onnx"].iter().for_each(|format| export(at, "run", format, &[]));
+    let formats = ["safetensors", "onnx", "tflite"];
+    formats.iter().for_each(|format| export(at, "run", format, &[]));
     fs::remove_dir_all(at.join("run")).unwrap();
-    for format in ["safetensors", "onnx"] {
+    for format in formats {
         assert_eq!(predict(format), rows, "{format}");
         assert_eq!(eval(format), metrics, "{format}");
     }

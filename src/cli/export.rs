@@ -31,6 +31,7 @@ Formats:
   safetensors  the weights, and the job, classes and preprocessing as JSON
   gguf         a file for llama.cpp (gpt, llama), with tokenizer and chat template
   onnx         a graph for ONNX Runtime, with a dynamic batch
+  tflite       a graph for LiteRT on phones and small boards (mlp, cnn, resnet, mobilenet)
 
 What was written is read back and evaluated on the validation set beside the model itself.
 
@@ -42,7 +43,11 @@ pub struct ExportArgs {
     #[command(flatten)]
     pub model: ModelArgs,
     /// What to write
-    #[arg(long, value_name = "FORMAT", value_parser = words::<ExportFormat, _>(ExportFormat::ALL.map(ExportFormat::name)))]
+    #[arg(
+        long,
+        value_name = "FORMAT",
+        value_parser = words::<ExportFormat, _>(ExportFormat::ALL.map(ExportFormat::name))
+    )]
     pub format: ExportFormat,
     /// The folder to create
     #[arg(short, long, value_name = "DIR", value_hint = clap::ValueHint::DirPath)]
@@ -51,7 +56,11 @@ pub struct ExportArgs {
     #[arg(long, value_name = "TYPE", value_parser = words::<WeightDtype, _>(WeightDtype::ALL.map(WeightDtype::name)))]
     pub dtype: Option<WeightDtype>,
     /// Quantize the matrices; gguf only
-    #[arg(long, value_name = "TYPE", value_parser = words::<Quantization, _>(Quantization::ALL.map(Quantization::name)))]
+    #[arg(
+        long,
+        value_name = "TYPE",
+        value_parser = words::<Quantization, _>(Quantization::ALL.map(Quantization::name))
+    )]
     pub quantize: Option<Quantization>,
     /// Replace a folder that is not empty
     #[arg(long)]

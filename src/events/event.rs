@@ -222,8 +222,8 @@ pub enum Event {
         /// Bytes left of the budget.
         left: u64,
     },
-    /// Who held which memory was written: after an `oom` and, with `log.memory = "detailed"`, after an evaluation and at the
-    /// end.
+    /// Who held which memory was written: after an `oom` and, with `log.memory = "detailed"`, after an evaluation and
+    /// at the end.
     MemorySnapshot {
         /// Updates applied before it.
         step: u64,
@@ -303,16 +303,16 @@ pub enum Event {
         /// Bytes of the arena beyond the peak of its tensors.
         arena_waste_bytes: u64,
     },
-    /// The launches of a micro-batch are not captured as a CUDA graph; reported once, at the end of a run that never got
-    /// as far as capturing one.
+    /// The launches of a micro-batch are not captured as a CUDA graph; reported once, at the end of a run that never
+    /// got as far as capturing one.
     CudaGraphDisabled {
         /// Updates applied before it.
         step: u64,
         /// Why it is not captured.
         reason: String,
     },
-    /// cuDNN failed in an evaluation, for lack of memory for example, and evaluations use the program's own kernels from
-    /// here on; reported once.
+    /// cuDNN failed in an evaluation, for lack of memory for example, and evaluations use the program's own kernels
+    /// from here on; reported once.
     CudnnDisabled {
         /// Updates made before it.
         step: u64,

@@ -1,13 +1,14 @@
 //! Exports a trained model to the files of other tools.
 //!
 //! `hf` is a folder that transformers or torchvision opens, `safetensors` the weights beside a description, `gguf` a
-//! file for llama.cpp, `onnx` a graph for ONNX Runtime. Takes an [`ExportSource`], writes one tensor at a time into a
+//! file for llama.cpp, `onnx` a graph for ONNX Runtime, `tflite` one for LiteRT. Takes an [`ExportSource`], writes one tensor at a time into a
 //! temporary folder and renames it when it is complete. [`read_back`] decodes what was written to the parameters it
 //! stands for, so that the caller can evaluate it. Refuses a kind of model that a format has no form for.
 
 mod comparison;
 mod description;
 mod error;
+mod folded;
 mod folder;
 mod gguf;
 mod huggingface;
@@ -15,6 +16,7 @@ mod onnx;
 mod safetensors_file;
 #[cfg(test)]
 mod tests;
+mod tflite;
 mod tokenizer;
 mod weights;
 
@@ -31,6 +33,7 @@ pub use self::error::ExportError;
 pub use self::gguf::Quantization;
 pub use self::weights::WeightDtype;
 
+use self::folded::{FoldedNetwork, Restored};
 use self::folder::ExportFolder;
 use self::safetensors_file::TensorHeader;
 use self::tokenizer::ExportedTokenizer;
@@ -42,6 +45,7 @@ use crate::job::{ImageFit, ModelConfig, SourceConfig};
 use crate::layers::Layer;
 use crate::layers::norm::NormLayer;
 use crate::models::{self, BuiltModel};
+use crate::params::TensorSpec;
 use crate::train::checkpoint::PREPROCESSING;
 use crate::train::datasets::images;
 
@@ -52,10 +56,11 @@ pub enum ExportFormat {
     Safetensors,
     Gguf,
     Onnx,
+    Tflite,
 }
 
 impl ExportFormat {
-    pub const ALL: [Self; 4] = [Self::Hf, Self::Safetensors, Self::Gguf, Self::Onnx];
+    pub const ALL: [Self; 5] = [Self::Hf, Self::Safetensors, Self::Gguf, Self::Onnx, Self::Tflite];
 
     pub fn name(self) -> &'static str {
         match self {
@@ -63,6 +68,7 @@ impl ExportFormat {
             Self::Safetensors => "safetensors",
             Self::Gguf => "gguf",
             Self::Onnx => "onnx",
+            Self::Tflite => "tflite",
         }
     }
 
@@ -72,7 +78,13 @@ impl ExportFormat {
             Self::Safetensors | Self::Onnx => true,
             Self::Hf => matches!(kind, "gpt" | "llama" | "bert" | "vit" | "resnet" | "mobilenet"),
             Self::Gguf => matches!(kind, "gpt" | "llama"),
+            Self::Tflite => matches!(kind, "mlp" | "cnn" | "resnet" | "mobilenet"),
         }
+    }
+
+    /// The types that its weights may have.
+    pub fn dtypes(self) -> &'static [WeightDtype] {
+        if self == Self::Tflite { &[WeightDtype::F32] } else { &WeightDtype::ALL }
     }
 
     /// The formats for models of this kind.
@@ -159,6 +171,9 @@ impl ExportOptions {
             }
             (Some(quantization), Some(dtype)) => {
                 Err(ExportError::TwoTypes { dtype: dtype.name(), quantization })
+            }
+            (None, Some(dtype)) if !self.format.dtypes().contains(&dtype) => {
+                Err(ExportError::UnsupportedDtype { dtype: dtype.name(), format: self.format })
             }
             _ => Ok(()),
         }
@@ -332,7 +347,7 @@ pub fn export(
 ) -> Result<ExportSummary, ExportError> {
     options.check(source.model.kind())?;
     let built = source.build()?;
-    check_memory(&built, options.max_bytes)?;
+    check_memory(source, &built, options)?;
     let folder = ExportFolder::create(&options.folder, options.force)?;
     let dtype = options.dtype();
     let notes = match options.format {
@@ -346,6 +361,10 @@ pub fn export(
         }
         ExportFormat::Gguf => gguf::write(source, &built, options, &folder, progress)?,
         ExportFormat::Onnx => onnx::write(source, &built, dtype, &folder, progress)?,
+        ExportFormat::Tflite => {
+            tflite::write(source, &built, &folder, progress)?;
+            Vec::new()
+        }
     };
     write_description(source, &folder)?;
     let files = folder.commit()?;
@@ -378,10 +397,18 @@ fn write_description(source: &ExportSource, folder: &ExportFolder) -> Result<(),
 /// Bytes of a tensor's copies that are alive together, per value: as read, transformed, and encoded.
 const BYTES_PER_VALUE: u64 = 12;
 
-/// The largest tensor must fit, in every form it takes.
-fn check_memory(built: &BuiltModel, max_bytes: u64) -> Result<(), ExportError> {
+/// The largest tensor must fit, in every form it takes, beside the file if that is in memory as a whole.
+fn check_memory(
+    source: &ExportSource,
+    built: &BuiltModel,
+    options: &ExportOptions,
+) -> Result<(), ExportError> {
     let Some(largest) = all_specs(&built.layout).max_by_key(|spec| spec.len()) else { return Ok(()) };
-    let needed = BYTES_PER_VALUE * largest.len() as u64;
+    let file = match options.format {
+        ExportFormat::Tflite => tflite::file_bytes(source, built),
+        _ => 0,
+    };
+    let (needed, max_bytes) = (file + BYTES_PER_VALUE * largest.len() as u64, options.max_bytes);
     match needed <= max_bytes {
         true => Ok(()),
         false => Err(ExportError::Memory { tensor: largest.name.clone(), needed, max_bytes }),
@@ -423,13 +450,18 @@ fn mappings(
         ExportFormat::Hf => huggingface::mappings(source.model, &built.layout),
         ExportFormat::Gguf => gguf::mappings(source.model, &built.layout),
         ExportFormat::Onnx => onnx::mappings(source, built)?,
+        // Its weights are folded: see `read_back_folded`.
+        ExportFormat::Tflite => Vec::new(),
     })
 }
 
-/// Decodes an export to f32 and writes it to `path` as safetensors under the names and shapes of the parameters, as in a
-/// checkpoint: loading that file evaluates what was exported. One tensor is in memory at a time.
+/// Decodes an export to f32 and writes it to `path` as safetensors under the names and shapes of the parameters, as in
+/// a checkpoint: loading that file evaluates what was exported. One tensor is in memory at a time.
 pub fn read_back(source: &ExportSource, options: &ExportOptions, path: &Path) -> Result<(), ExportError> {
     let built = source.build()?;
+    if options.format == ExportFormat::Tflite {
+        return read_back_folded(source, &built, options, path);
+    }
     let mappings = mappings(source, &built, options.format)?;
     let params: Vec<&[TensorMapping]> = by_param(&mappings).collect();
     let headers: Vec<TensorHeader> = params
@@ -441,11 +473,33 @@ pub fn read_back(source: &ExportSource, options: &ExportOptions, path: &Path) ->
     safetensors_file::write(path, &headers, WeightDtype::F32, &mut values)
 }
 
+/// [`read_back`] of a file whose batch norms are folded: parameters that compute the same.
+fn read_back_folded(
+    source: &ExportSource,
+    built: &BuiltModel,
+    options: &ExportOptions,
+    path: &Path,
+) -> Result<(), ExportError> {
+    let mut exported = ExportedTensors::open(options)?;
+    let network = FoldedNetwork::new(source, &built.layout, &built.network)?;
+    let restored = network.restored(tflite::weight_transform);
+    let specs: Vec<&TensorSpec> = all_specs(&built.layout).collect();
+    let headers: Vec<TensorHeader> =
+        specs.iter().map(|spec| TensorHeader { name: &spec.name, shape: &spec.shape }).collect();
+    let mut values = |index: usize| match restored.get(&specs[index].name) {
+        Some(Restored::Tensor(mapping)) => Ok(mapping.restore(exported.read(mapping)?)),
+        Some(Restored::Constant(value)) => Ok(vec![*value; specs[index].len()]),
+        None => Err(ExportError::read_back(&options.folder, format!("it has no `{}`", specs[index].name))),
+    };
+    safetensors_file::write(path, &headers, WeightDtype::F32, &mut values)
+}
+
 /// The tensors of a written export.
 enum ExportedTensors {
     Safetensors(TensorFile),
     Gguf(gguf::Reader),
     Onnx(onnx::Reader),
+    Tflite(tflite::Reader),
 }
 
 impl ExportedTensors {
@@ -457,6 +511,7 @@ impl ExportedTensors {
             }
             ExportFormat::Gguf => Self::Gguf(gguf::Reader::open(&folder.join(gguf::FILE))?),
             ExportFormat::Onnx => Self::Onnx(onnx::Reader::open(folder)?),
+            ExportFormat::Tflite => Self::Tflite(tflite::Reader::open(&folder.join(tflite::FILE))?),
         })
     }
 
@@ -465,6 +520,7 @@ impl ExportedTensors {
             Self::Safetensors(file) => file.read(&mapping.target, &mapping.shape),
             Self::Gguf(reader) => reader.read(mapping),
             Self::Onnx(reader) => reader.read(mapping),
+            Self::Tflite(reader) => reader.read(mapping),
         }
     }
 }

@@ -2,8 +2,8 @@
 //! saved.
 //!
 //! `model.json` has the job of an export and `preprocessing.json` what a checkpoint keeps. Weights that the file has under
-//! the names here are used as they are; those of a `vit` for transformers, of a GGUF and of an ONNX file are decoded to a
-//! temporary file first.
+//! the names here are used as they are; those of a `vit` for transformers, of a GGUF, an ONNX and a TFLite file are decoded
+//! to a temporary file first.
 
 mod published;
 
@@ -57,9 +57,12 @@ fn read_json(folder: &Path, name: &str) -> Result<Vec<u8>, Failure> {
 /// The file of the weights, and its format.
 fn weight_file(folder: &Path) -> Option<(&'static str, ExportFormat)> {
     let safetensors = if folder.join(CONFIG).exists() { ExportFormat::Hf } else { ExportFormat::Safetensors };
-    [(MODEL, safetensors), ("model.gguf", ExportFormat::Gguf), ("model.onnx", ExportFormat::Onnx)]
-        .into_iter()
-        .find(|(file, _)| folder.join(file).exists())
+    let others = [
+        ("model.gguf", ExportFormat::Gguf),
+        ("model.onnx", ExportFormat::Onnx),
+        ("model.tflite", ExportFormat::Tflite),
+    ];
+    [(MODEL, safetensors)].into_iter().chain(others).find(|(file, _)| folder.join(file).exists())
 }
 
 fn exported(folder: &Path, sets: &[String]) -> Result<TrainedModel, Failure> {
@@ -70,8 +73,9 @@ fn exported(folder: &Path, sets: &[String]) -> Result<TrainedModel, Failure> {
         .map_err(|error| unusable(format!("the job in `{DESCRIPTION}` cannot be read: {error}")))?;
     let preprocessing = Preprocessing::from_json(&read_json(folder, PREPROCESSING)?)
         .map_err(|problem| unusable(format!("`{PREPROCESSING}`: {problem}")))?;
-    let (file, format) = weight_file(folder)
-        .ok_or_else(|| unusable(format!("it has none of `{MODEL}`, `model.gguf` and `model.onnx`")))?;
+    let (file, format) = weight_file(folder).ok_or_else(|| {
+        unusable(format!("it has none of `{MODEL}`, `model.gguf`, `model.onnx` and `model.tflite`"))
+    })?;
     let weights = folder.join(file);
     let mut model = TrainedModel {
         job: with_sets(job, folder, sets).map_err(unusable)?,
@@ -86,7 +90,7 @@ fn exported(folder: &Path, sets: &[String]) -> Result<TrainedModel, Failure> {
         converted: None,
     };
     let has_other_names = matches!((format, &model.job.model), (ExportFormat::Hf, ModelConfig::Vit(_)));
-    if has_other_names || matches!(format, ExportFormat::Gguf | ExportFormat::Onnx) {
+    if has_other_names || matches!(format, ExportFormat::Gguf | ExportFormat::Onnx | ExportFormat::Tflite) {
         convert(&mut model, format)?;
     }
     Ok(model)

@@ -161,7 +161,14 @@ mod tests {
         #![proptest_config(ProptestConfig::with_cases(24))]
 
         #[test]
-        fn gradients_are_right(batch in 1usize..5, length in 1usize..9, vocab in 1usize..150, width in 1usize..20, positions: bool, kinds: bool) {
+        fn gradients_are_right(
+            batch in 1usize..5,
+            length in 1usize..9,
+            vocab in 1usize..150,
+            width in 1usize..20,
+            positions: bool,
+            kinds: bool,
+        ) {
             let build = |d: &mut ParamRegistry| {
                 let mut layer = Embedding::new(d, "e", "e.weight", (vocab, length, width), INIT);
                 if positions {
@@ -176,7 +183,8 @@ mod tests {
             check_finite_differences(&build, &x);
             check_against_autograd(&build, &x, &|x, p| {
                 let kinds = if kinds { p.last() } else { None };
-                Kernel { tokens: &p[0], positions: positions.then(|| &p[1]), token_types: kinds, starts: None }.reference(x)
+                let positions = positions.then(|| &p[1]);
+                Kernel { tokens: &p[0], positions, token_types: kinds, starts: None }.reference(x)
             });
             check_cost(&build, &|batch| ids(batch, length, vocab));
         }

@@ -164,13 +164,13 @@ pub fn staging_bytes(features: &Features, samples: usize) -> u64 {
     (samples * features.value_bytes() + sample_keys::sample_info_bytes(samples)) as u64
 }
 
-/// Bytes needed to write a checkpoint: the largest parameter that must be permuted from channels-last, the largest frozen
-/// one that is converted from the compute dtype, which is held in both, and the file buffer.
+/// Bytes needed to write a checkpoint: a copy of the largest parameter that must be permuted from channels-last, or two
+/// of the largest frozen one that is converted from the compute dtype, and the file buffer.
 pub fn checkpoint_write_bytes(layout: &ParamLayout, dtype: DType) -> u64 {
     let permuted = largest_param_len(layout, |memory_format| memory_format == MemoryFormat::ChannelsLast);
     let frozen = layout.params.frozen().map(|(spec, _)| spec.len() as u64).max().unwrap_or(0);
     let converted = if dtype.size_in_bytes() as u64 == master_dtype_bytes(dtype) { 0 } else { 2 * frozen };
-    (permuted + converted) * master_dtype_bytes(dtype) + (1 << 20)
+    permuted.max(converted) * master_dtype_bytes(dtype) + (1 << 20)
 }
 
 /// Number of values in the largest parameter of such a memory format.
@@ -225,14 +225,23 @@ impl<'a> Estimator<'a> {
 
     /// Bytes that each block frees if it saves only its input, for one sample.
     pub fn freed_by_recompute(&self) -> Vec<u64> {
-        let kept = |recompute| {
-            ledger_trace::saved_bytes_per_block(
-                &self.log_forward_backward(1, recompute, false).0,
-                &self.blocks,
-            )
-        };
         let all = self.inputs.network.blocks.len();
-        kept(0).into_iter().zip(kept(all)).map(|(whole, input)| whole.saturating_sub(input)).collect()
+        let (saved, inputs) = (self.saved_bytes(0, false), self.saved_bytes(all, false));
+        saved.into_iter().zip(inputs).map(|(saved, input)| saved.saturating_sub(input)).collect()
+    }
+
+    /// Bytes of each block's input that activation offload copies to the host, for one sample.
+    pub fn offloaded_inputs(&self) -> Vec<u64> {
+        let all = self.inputs.network.blocks.len();
+        let (resident, left) = (self.saved_bytes(all, false), self.saved_bytes(all, true));
+        let copied = resident.into_iter().zip(left).map(|(resident, left)| resident.saturating_sub(left));
+        // An input is an output of the block before; that of the first block, the micro-batch, stays.
+        std::iter::once(0).chain(copied).take(all).collect()
+    }
+
+    /// Bytes that each block holds after the forward pass of one sample.
+    fn saved_bytes(&self, recompute: usize, offload: bool) -> Vec<u64> {
+        ledger_trace::saved_bytes_per_block(&self.log_forward_backward(1, recompute, offload).0, &self.blocks)
     }
 
     /// The ledger log of a training dry run, and the peak bytes offloaded to host memory.

@@ -116,7 +116,11 @@ impl Sink for TensorBoard {
             Event::Eval { step, metrics, .. } => {
                 let tags: Vec<(String, f64)> =
                     // The step events have the training loss.
-                    metrics.iter().filter(|(name, _)| *name != "train.loss").map(|(name, value)| (name.replacen('.', "/", 1), *value)).collect();
+                    metrics
+                        .iter()
+                        .filter(|(name, _)| *name != "train.loss")
+                        .map(|(name, value)| (name.replacen('.', "/", 1), *value))
+                        .collect();
                 let tags: Vec<(&str, f64)> = tags.iter().map(|(tag, value)| (tag.as_str(), *value)).collect();
                 scalars(record.t, *step, &tags)
             }

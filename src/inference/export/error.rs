@@ -26,8 +26,12 @@ pub enum ExportError {
     Overflow { tensor: String, value: f32, dtype: &'static str },
     #[error("converting `{tensor}` takes {}, and the budget is {}", Bytes(*needed), Bytes(*max_bytes))]
     Memory { tensor: String, needed: u64, max_bytes: u64 },
-    #[error("layer `{layer}` has no ONNX form")]
+    #[error("layer `{layer}` has no form in this format")]
     UnsupportedLayer { layer: String },
+    #[error("`--dtype {dtype}` has no form in `{}`", format.name())]
+    UnsupportedDtype { dtype: &'static str, format: ExportFormat },
+    #[error("`{file}` would take {}, and the format has at most {}", Bytes(*bytes), Bytes(*most))]
+    TooLarge { file: &'static str, bytes: u64, most: u64 },
     #[error("`{}` cannot be read as weights: {reason}", path.display())]
     Weights { path: PathBuf, reason: String },
     #[error("`{}` is not what was written: {reason}", path.display())]
@@ -65,6 +69,9 @@ impl ExportError {
             Self::UnsupportedPair { .. }
                 | Self::QuantizationNeedsGguf { .. }
                 | Self::TwoTypes { .. }
+                | Self::UnsupportedLayer { .. }
+                | Self::UnsupportedDtype { .. }
+                | Self::TooLarge { .. }
                 | Self::FolderTaken(_)
                 | Self::Tokenizer { .. }
                 | Self::Overflow { .. }
@@ -82,6 +89,13 @@ impl ExportError {
             }
             Self::QuantizationNeedsGguf { .. } => {
                 Some("`--dtype f16` or `--dtype bf16` halves the other formats".into())
+            }
+            Self::UnsupportedLayer { .. } | Self::TooLarge { .. } => {
+                Some("`--format onnx` has a form for every model".into())
+            }
+            Self::UnsupportedDtype { format, .. } => {
+                let names: Vec<&str> = format.dtypes().iter().map(|dtype| dtype.name()).collect();
+                Some(format!("its weights are {}", names.join(", ")))
             }
             Self::TwoTypes { .. } => Some("leave one of them out".into()),
             Self::FolderTaken(_) => Some("choose another folder, or replace this one with `--force`".into()),

@@ -110,6 +110,19 @@ fn head(
     Ok((ModelHead { model, graph }, weights))
 }
 
+/// The name of the input that the network takes.
+pub(super) fn input_name(source: &ExportSource) -> &'static str {
+    match &source.features.input {
+        InputSpec::Tokens { .. } => TOKENS,
+        InputSpec::Floats { shape } if shape.len() == 3 => PIXELS,
+        InputSpec::Tabular { .. } | InputSpec::Floats { .. } => FEATURES,
+    }
+}
+
+pub(super) fn output_name(source: &ExportSource) -> &'static str {
+    if let TargetSpec::Values { .. } = source.features.target { VALUES } else { LOGITS }
+}
+
 /// The input that the network takes comes first.
 fn inputs(source: &ExportSource) -> Vec<ValueInfo> {
     match &source.features.input {

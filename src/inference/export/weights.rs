@@ -55,7 +55,7 @@ impl WeightFiles {
         })
     }
 
-    fn read(&self, name: &str, shape: &[usize]) -> Result<Vec<f32>, ExportError> {
+    pub(super) fn read(&self, name: &str, shape: &[usize]) -> Result<Vec<f32>, ExportError> {
         match &self.statistics {
             Some(statistics) if self.weights.0.info(name).is_none() => statistics.read(name, shape),
             _ => self.weights.read(name, shape),
@@ -128,6 +128,8 @@ pub(super) enum Transform {
     InterleaveHalves {
         heads: usize,
     },
+    /// Dimension `i` of the exported tensor is this one of the parameter's four.
+    Permute([usize; 4]),
 }
 
 /// A tensor of an exported file, and the parameter it comes from.
@@ -146,6 +148,7 @@ impl TensorMapping {
         let shape = match (&transform, spec.shape.as_slice()) {
             (Transform::Transpose, &[rows, cols]) => vec![cols, rows],
             (Transform::Rows(rows), [_, rest @ ..]) => [&[rows.len()], rest].concat(),
+            (Transform::Permute(axes), shape) => axes.map(|axis| shape[axis]).to_vec(),
             _ => spec.shape.clone(),
         };
         let (param, param_shape) = (spec.name.clone(), spec.shape.clone());
@@ -162,8 +165,12 @@ impl TensorMapping {
 
     /// The values of the exported tensor.
     pub(super) fn read(&self, weights: &WeightFiles) -> Result<Vec<f32>, ExportError> {
-        let values = weights.read(&self.param, &self.param_shape)?;
-        Ok(match &self.transform {
+        Ok(self.apply(weights.read(&self.param, &self.param_shape)?))
+    }
+
+    /// The values of the exported tensor, from those of the parameter.
+    pub(super) fn apply(&self, values: Vec<f32>) -> Vec<f32> {
+        match &self.transform {
             Transform::Copy => values,
             Transform::Transpose => transpose(&values, self.param_shape[1]),
             Transform::Rows(rows) => {
@@ -173,7 +180,8 @@ impl TensorMapping {
             Transform::InterleaveHalves { heads } => {
                 permute_halves(&values, *heads, self.param_shape[0], |row, half| row % 2 * half + row / 2)
             }
-        })
+            Transform::Permute(axes) => permute(&values, &self.param_shape, *axes),
+        }
     }
 
     /// The values of the parameter, or of the rows that the exported tensor has of it.
@@ -184,8 +192,25 @@ impl TensorMapping {
             Transform::InterleaveHalves { heads } => {
                 permute_halves(&values, *heads, self.param_shape[0], |row, half| row % half * 2 + row / half)
             }
+            Transform::Permute(axes) => {
+                let mut inverse = [0; 4];
+                axes.iter().enumerate().for_each(|(i, axis)| inverse[*axis] = i);
+                permute(&values, &self.shape, inverse)
+            }
         }
     }
+}
+
+/// Moves dimension `axes[i]` of four to place `i`.
+fn permute(values: &[f32], shape: &[usize], axes: [usize; 4]) -> Vec<f32> {
+    let stride = |axis: usize| shape[axis + 1..].iter().product::<usize>();
+    let ([a, b, c, d], strides) = (axes.map(|axis| shape[axis]), axes.map(stride));
+    let mut permuted = Vec::with_capacity(values.len());
+    for at in 0..a * b * c {
+        let start = at / (b * c) * strides[0] + at / c % b * strides[1] + at % c * strides[2];
+        permuted.extend((0..d).map(|i| values[start + i * strides[3]]));
+    }
+    permuted
 }
 
 /// The transpose of a matrix of `cols` columns.
@@ -264,6 +289,16 @@ mod tests {
             let exported = mapping.read(&file).unwrap();
             assert_eq!(exported != values, transform != Transform::Copy);
             assert_eq!(mapping.restore(exported), values, "{transform:?}");
+        }
+        for axes in [[0, 2, 3, 1], [1, 2, 3, 0]] {
+            let mapping = TensorMapping::new("t", &spec(&[4, 3, 2, 2]), Transform::Permute(axes));
+            let exported = mapping.apply(values.clone());
+            // Value (1, 2, 0, 1) of the parameter.
+            let at = [1, 2, 0, 1];
+            let index =
+                axes.iter().zip(&mapping.shape).fold(0, |index, (axis, size)| index * size + at[*axis]);
+            assert_eq!(exported[index], values[21]);
+            assert_eq!(mapping.restore(exported), values, "{axes:?}");
         }
         let parts = [0..2, 2..8].map(|rows| TensorMapping::new("t", &spec(&[8, 6]), Transform::Rows(rows)));
         assert_eq!(by_param(&parts).count(), 1);

@@ -2,7 +2,7 @@
 
 use toml::{Table, Value};
 
-use super::{Disturbance, GeneratedJob, ModelAndData, Scale, TableExt, table_of_kind};
+use super::{Disturbance, GeneratedJob, MODELS, ModelAndData, Scale, TableExt, table_of_kind};
 use crate::random::draw::Draw;
 
 const OPTIMIZERS: [&str; 5] = ["adamw", "sgd", "lion", "adafactor", "adamw8bit"];
@@ -61,7 +61,7 @@ pub fn case(
     let steps = train.contains_key("steps");
     job.set("train", train);
 
-    job.set("optimizer", optimizer(draw, OPTIMIZERS[((seed / 9 + seed) % 5) as usize]));
+    job.set("optimizer", optimizer(draw, OPTIMIZERS[((seed / MODELS.len() as u64 + seed) % 5) as usize]));
     if draw.chance(0.7) {
         job.set("schedule", schedule(draw, if steps { updates } else { 1 }));
     }
