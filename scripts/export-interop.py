@@ -7,11 +7,12 @@
 
 The first form trains a small model of each kind on generated data, exports it in each format and compares with the
 logits of `examples/logits.rs`. The second compares exports that a unit test made of models with random weights, which
-covers more layers; `--golden` keeps what the tools gave, for the unit test that has no such tools. Needs numpy, safetensors and what is to be compared: onnxruntime, torch with transformers and
-torchvision, xllamacpp; what is not installed is skipped and named.
+covers more layers; `--golden` keeps what the tools gave, for the unit test that has no such tools, beside what it has of
+tools that are not installed. Needs numpy, safetensors and what is to be compared: onnxruntime, ai-edge-litert, torch with
+transformers and torchvision, xllamacpp; what is not installed is skipped and named.
 
 A difference is relative to the largest logit. In f32 it must be below 1e-4; f16 and bf16 have the precision of their
-weights. llama.cpp continues a prompt by 32 tokens, greedily: they must be those of the model with the weights that the
+weights. An int8 export is compared with what we compute from it, in steps of the quantization of the logits. llama.cpp continues a prompt by 32 tokens, greedily: they must be those of the model with the weights that the
 GGUF has, unless the two best logits are closer than rounding. With quantized weights, the probabilities of the first
 token are compared instead.
 """
@@ -42,6 +43,9 @@ TOLERANCE = {"f32": 1e-4, "f16": 2e-2, "bf16": 1e-1}
 # wrong layout moves them by 0.1 or more, and an epsilon of 1e-2 by 0.015.
 PROBABILITY_TOLERANCE = {"f32": 5e-4, "f16": 2e-3, "bf16": 8e-3}
 QUANTIZED_TOLERANCE = 0.03
+# Of int8 logits, in their own steps. A runtime rounds in integers what we round in floats: a value that lies between two
+# steps may go to the other one, and with each layer that follows.
+INT8_STEPS = 8
 NEW_TOKENS = 32
 CONTEXT, SIDE, BATCH, CLASSES = 64, 16, 16, 4
 LETTERS = "\n abcdefghijklmnopqrstuvwxyz"
@@ -72,6 +76,7 @@ FORMATS = {
     "hf": ("gpt", "llama", "bert", "vit", "resnet", "mobilenet"),
     "onnx": ("mlp", "cnn", "resnet", "mobilenet", "vit", "gpt", "llama", "bert", "layers"),
     "gguf": ("gpt", "llama"),
+    "tflite": ("mlp", "cnn", "resnet", "mobilenet"),
 }
 
 
@@ -85,9 +90,11 @@ def installed(name):
 class Case:
     """A model: its exports, an input, and our logits for it."""
 
-    def __init__(self, name, kind, exports, inputs, logits, lengths=None, texts=None):
+    def __init__(self, name, kind, exports, inputs, logits, lengths=None, texts=None, int8=None):
         self.name, self.kind, self.exports, self.lengths = name, kind, exports, lengths
         self.inputs, self.logits, self.texts = inputs, logits, texts
+        # Our logits of an export in integers, and their step.
+        self.int8 = int8
 
     @property
     def mask(self):
@@ -117,6 +124,24 @@ def run_onnx(case, folder):
     metadata = session.get_modelmeta().custom_metadata_map
     assert {"preprocessing", "inputs", "job"} <= set(metadata), metadata.keys()
     return logits
+
+
+def run_tflite(case, folder):
+    litert = importlib.import_module("ai_edge_litert.interpreter")
+    interpreter = litert.Interpreter(str(folder / "model.tflite"))
+    inputs = case.inputs.transpose(0, 2, 3, 1) if case.inputs.ndim == 4 else case.inputs
+    logits = []
+    # One sample and all of them: the batch is dynamic.
+    for rows in (inputs[:1], inputs):
+        index = interpreter.get_input_details()[0]["index"]
+        interpreter.resize_tensor_input(index, rows.shape)
+        interpreter.allocate_tensors()
+        interpreter.set_tensor(index, np.ascontiguousarray(rows))
+        interpreter.invoke()
+        logits.append(interpreter.get_tensor(interpreter.get_output_details()[0]["index"]).copy())
+    np.testing.assert_allclose(logits[0], logits[1][:1], atol=1e-4 * np.abs(logits[1]).max())
+    assert list(interpreter.get_signature_list()) == ["serving_default"]
+    return logits[1]
 
 
 def run_hf(case, folder):
@@ -254,6 +279,7 @@ def from_folder(folder):
             path.name, expected["kind"], exports,
             np.array(expected["input"], dtype).reshape(expected["input_shape"]),
             np.array(expected["logits"], np.float32).reshape(expected["logits_shape"]), expected["lengths"],
+            int8=expected.get("int8") and (np.array(expected["int8"]["logits"], np.float32), expected["int8"]["step"]),
         )
 
 
@@ -352,7 +378,8 @@ def trained(build, root, only):
         run(build / "examples" / "logits", "run", "logits.safetensors")
         exports = {}
         for form, kinds in FORMATS.items():
-            for dtype in ("f32", "f16") if kind in kinds else ():
+            dtypes = ("f32",) if form == "tflite" else ("f32", "f16")
+            for dtype in dtypes if kind in kinds else ():
                 exports[form, dtype] = target = folder / f"{form}-{dtype}"
                 run(
                     build / "trainer", "export", "run", "--checkpoint", "last", "--format", form, "--dtype", dtype,
@@ -364,7 +391,7 @@ def trained(build, root, only):
 
 def golden_files(folder, form):
     """CRC-32 of the files that a tool reads."""
-    names = {"hf": ["model.safetensors", "config.json"], "onnx": ["model.onnx"], "gguf": ["model.gguf"]}[form]
+    names = {"hf": ["model.safetensors", "config.json"]}.get(form, [f"model.{form}"])
     return {name: zlib.crc32((folder / name).read_bytes()) for name in names if (folder / name).exists()}
 
 
@@ -377,7 +404,10 @@ def golden_logits(logits):
 def compare(case, golden):
     """Yields (format, type, result, passed) of each export, and adds what the tools gave to `golden`."""
     for (form, dtype), folder in sorted(case.exports.items()):
-        needed = {"onnx": ["onnxruntime"], "hf": ["torch", "transformers"], "gguf": ["xllamacpp", "torch"]}.get(form, [])
+        needed = {
+            "onnx": ["onnxruntime"], "tflite": ["ai_edge_litert"], "hf": ["torch", "transformers"],
+            "gguf": ["xllamacpp", "torch"],
+        }.get(form, [])
         missing = [name for name in needed if installed(name) is None]
         if form == "safetensors":
             load_file(folder / "model.safetensors") if dtype != "bf16" else None
@@ -390,8 +420,16 @@ def compare(case, golden):
                 golden[form] = {"files": golden_files(folder, form), **kept}
             yield form, dtype, result, passed
         else:
-            theirs = {"onnx": run_onnx, "hf": run_hf}[form](case, folder)
+            theirs = {"onnx": run_onnx, "tflite": run_tflite, "hf": run_hf}[form](case, folder)
             assert theirs.shape == case.logits.shape, (theirs.shape, case.logits.shape)
+            if dtype == "int8":
+                ours, step = case.int8
+                # The ranges depend on how the CPU sums, and the file on the ranges.
+                golden[f"{form}-int8"] = {"files": {}, "logits": golden_logits(theirs)}
+                steps = np.abs(theirs.flatten() - ours).max() / step
+                lost = np.abs(theirs - case.logits).max() / np.abs(case.logits).max()
+                yield form, dtype, f"{steps:.0f} steps, {lost:.1e} from f32", steps <= INT8_STEPS
+                continue
             if dtype == "f32":
                 golden[form] = {"files": golden_files(folder, form), "logits": golden_logits(theirs)}
             difference = np.abs(theirs - case.logits).max() / np.abs(case.logits).max()
@@ -419,7 +457,11 @@ def main():
                 failed |= not passed
                 print(f"{case.name:<16} {form:<6} {dtype:<7} {result:<40} {'' if passed else 'FAILED'}", flush=True)
     if arguments.golden and not failed:
-        arguments.golden.write_text(json.dumps(golden, separators=(",", ":")) + "\n")
+        kept = json.loads(arguments.golden.read_text()) if arguments.golden.exists() else {}
+        for name, formats in golden.items():
+            kept.setdefault(name, {}).update(formats)
+        kept = {name: dict(sorted(formats.items())) for name, formats in sorted(kept.items())}
+        arguments.golden.write_text(json.dumps(kept, separators=(",", ":")) + "\n")
     sys.exit(failed)
 
 

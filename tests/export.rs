@@ -82,6 +82,60 @@ fn a_language_model_is_quantized() {
     }
 }
 
+/// The file sizes of an export by name.
+fn file_bytes(summary: &Value, name: &str) -> u64 {
+    let all = summary["files"].as_array().unwrap();
+    all.iter().find(|file| file["name"] == name).unwrap()["bytes"].as_u64().unwrap()
+}
+
+#[test]
+fn a_classifier_is_exported_in_integers() {
+    let folder = job_folder(
+        "[model]\nkind = 'cnn'\nstages = [{ channels = 16, norm = 'batch' }, { channels = 32, norm = 'batch' }]\n\
+         hidden = [64]\n[data]\nkind = 'shapes'\ntrain_samples = 600\nvalid_samples = 200\nimage_size = 16\n[train]\n\
+         batch_size = 32\nepochs = 3\n[log]\ntensorboard = false\n",
+    );
+    let at = folder.path();
+    trainer(at, &["fit", "job.toml", "--run-dir", "run", "-q"]).expect(0);
+    let export = |args: &[&str]| trainer(at, &[&["export", "run", "--json", "-q"], args].concat());
+    let eval = |model: &str| trainer(at, &["eval", model, "--json", "-q"]).expect(0).json();
+    for format in ["onnx", "tflite"] {
+        let float = export(&["--format", format, "-o", format]).expect(0).json();
+        let quantized = format!("{format}-int8");
+        let int8 = ["--format", format, "--quantize", "int8", "--calibrate", "100"];
+        let int8 = export(&[&int8[..], &["-o", &quantized]].concat()).expect(0).json();
+        assert_eq!(int8["dtype"], "int8");
+        let file = format!("model.{format}");
+        let ratio = file_bytes(&int8, &file) as f64 / file_bytes(&float, &file) as f64;
+        assert!(ratio < 0.4, "{ratio}");
+        assert!(change(&int8, "loss") > 0.0 && change(&int8, "accuracy") < 0.05, "{int8}");
+        // The folder is used like a run: what is evaluated is the integers.
+        let after =
+            int8["comparison"].as_array().unwrap().iter().find(|one| one["metric"] == "loss").unwrap();
+        let loss = eval(&quantized)["metrics"]["loss"].as_f64().unwrap();
+        assert!((loss - after["after"].as_f64().unwrap()).abs() < 1e-9, "{loss} {after}");
+    }
+    // The same samples give the same file.
+    export(&["--format", "tflite", "--quantize", "int8", "--calibrate", "100", "-o", "again"]).expect(0);
+    let file = |folder: &str| fs::read(at.join(folder).join("model.tflite")).unwrap();
+    assert!(file("again") == file("tflite-int8"));
+    export(&["--format", "onnx", "--quantize", "int8", "--clip", "percentile", "-o", "percentile"]).expect(0);
+    let text = export(&["--format", "onnx", "--clip", "mse", "-o", "x"]).expect(2).stderr;
+    assert!(text.contains("`--clip` belongs to `--quantize int8`"), "{text}");
+    let text = export(&["--format", "tflite", "--quantize", "q8_0", "-o", "x"]).expect(2).stderr;
+    assert!(
+        text.contains("`--quantize q8_0` has no form in `tflite`") && text.contains("it has int8"),
+        "{text}"
+    );
+    let text = export(&["--format", "tflite", "--dtype", "f16", "-o", "x"]).expect(2).stderr;
+    assert!(text.contains("`--dtype f16` has no form in `tflite`"), "{text}");
+    assert!(!at.join("x").exists());
+    // Within a budget that holds no batch, nothing is calibrated.
+    let short = ["--format", "tflite", "--quantize", "int8", "--set", "memory.ram=1MiB", "-o", "x"];
+    let text = export(&short).expect(3).stderr;
+    assert!(text.contains("does not fit") || text.contains("budget"), "{text}");
+}
+
 #[test]
 fn what_makes_no_sense_is_refused_with_what_would_work() {
     let folder = classifier();

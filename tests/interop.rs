@@ -1,8 +1,9 @@
-//! Other tools on what we write, where a Python with them is installed: ONNX Runtime on an exported model, and
+//! Other tools on what we write, where a Python with them is installed: ONNX Runtime and LiteRT on exported models, and
 //! scikit-learn's metrics. `TRAINER_PYTHON` names another Python than `python3`. The larger tools (transformers,
 //! torchvision, llama.cpp) are compared by `scripts/export-interop.py`.
 
 use std::fs;
+use std::path::Path;
 use std::process::Command;
 
 use crate::harness::{job_folder, program, root, skip, trainer};
@@ -18,44 +19,80 @@ fn python(modules: &str) -> Option<String> {
     has_them.then_some(python)
 }
 
-/// Reads the features from a csv file and prints the probabilities of each row.
-const ONNX: &str = "
-import csv, json, sys
-import numpy as np, onnxruntime
-session = onnxruntime.InferenceSession(sys.argv[1], providers=['CPUExecutionProvider'])
-rows = np.array([[float(row[name]) for name in 'xy'] for row in csv.DictReader(open(sys.argv[2]))], np.float32)
-logits = session.run(None, {session.get_inputs()[0].name: rows})[0]
-p = np.exp(logits - logits.max(1, keepdims=True))
-print(json.dumps((p / p.sum(1, keepdims=True)).tolist()))
-";
-
-#[test]
-fn onnx_runtime_predicts_what_we_predict() {
-    let Some(python) = python("numpy, onnxruntime") else { return };
-    let folder = job_folder(
-        "[model]\nkind = 'mlp'\nhidden = [16, 8]\n[data]\nkind = 'csv'\ntrain = ['train.csv']\ntarget = 'class'\n\
-         standardise = false\n[train]\nbatch_size = 16\nepochs = 3\n[log]\ntensorboard = false\n",
-    );
-    let at = folder.path();
+/// 200 rows of two columns and a class.
+fn write_rows(at: &Path) {
     let row = |i: usize| {
         let (x, y) = ((i * 37 % 101) as f64 / 50.0, (i * 53 % 97) as f64 / 48.0);
         format!("{x},{y},{}\n", if x > y { "above" } else { "below" })
     };
     let rows: String = (0..200).map(row).collect();
     fs::write(at.join("train.csv"), format!("x,y,class\n{rows}")).unwrap();
-    trainer(at, &["fit", "job.toml", "--run-dir", "run", "-q"]).expect(0);
-    trainer(at, &["export", "run", "--format", "onnx", "-o", "onnx", "-q"]).expect(0);
-    let ours = trainer(at, &["predict", "run", "train.csv", "--probabilities", "-q"]).expect(0).stdout;
-    let theirs =
-        Command::new(python).args(["-c", ONNX, "onnx/model.onnx", "train.csv"]).current_dir(at).output();
-    let theirs = theirs.unwrap();
-    assert!(theirs.status.success(), "{}", String::from_utf8_lossy(&theirs.stderr));
-    let theirs: Vec<Vec<f64>> = serde_json::from_slice(&theirs.stdout).unwrap();
-    assert_eq!(theirs.len(), 200);
-    for (line, theirs) in ours.lines().skip(1).zip(&theirs) {
+}
+
+/// What a Python program prints for these arguments: the probabilities of 200 rows.
+fn probabilities(python: &str, program: &str, args: &[&str], at: &Path) -> Vec<Vec<f64>> {
+    let output = Command::new(python).args(["-c", program]).args(args).current_dir(at).output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let rows: Vec<Vec<f64>> = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(rows.len(), 200);
+    rows
+}
+
+/// Compares with a table of predictions, whose columns 3 and 4 are the probabilities.
+fn compare_probabilities(ours: &str, theirs: &[Vec<f64>], tolerance: f64) {
+    assert_eq!(ours.lines().count(), theirs.len() + 1);
+    for (line, theirs) in ours.lines().skip(1).zip(theirs) {
         let cells: Vec<&str> = line.split(',').collect();
         for (ours, theirs) in cells[2..4].iter().zip(theirs) {
-            assert!((ours.parse::<f64>().unwrap() - theirs).abs() < 1e-5, "{line} {theirs}");
+            assert!((ours.parse::<f64>().unwrap() - theirs).abs() < tolerance, "{line} {theirs}");
+        }
+    }
+}
+
+/// Reads the features from a csv file and prints the probabilities of each row, by the file of either format.
+const RUNTIMES: &str = "
+import csv, json, sys
+import numpy as np
+rows = np.array([[float(row[name]) for name in 'xy'] for row in csv.DictReader(open(sys.argv[2]))], np.float32)
+if sys.argv[1].endswith('.onnx'):
+    import onnxruntime
+    session = onnxruntime.InferenceSession(sys.argv[1], providers=['CPUExecutionProvider'])
+    logits = session.run(None, {session.get_inputs()[0].name: rows})[0]
+else:
+    from ai_edge_litert.interpreter import Interpreter
+    interpreter = Interpreter(sys.argv[1])
+    index = interpreter.get_input_details()[0]['index']
+    interpreter.resize_tensor_input(index, rows.shape)
+    interpreter.allocate_tensors()
+    interpreter.set_tensor(index, rows)
+    interpreter.invoke()
+    logits = interpreter.get_tensor(interpreter.get_output_details()[0]['index'])
+p = np.exp(logits - logits.max(1, keepdims=True))
+print(json.dumps((p / p.sum(1, keepdims=True)).tolist()))
+";
+
+/// In floats to rounding, in integers to the steps of the logits.
+#[test]
+fn runtimes_predict_what_we_predict_from_an_export() {
+    let folder = job_folder(
+        "[model]\nkind = 'mlp'\nhidden = [16, 8]\nactivation = 'gelu'\n[data]\nkind = 'csv'\ntrain = ['train.csv']\n\
+         target = 'class'\nstandardise = false\n[train]\nbatch_size = 16\nepochs = 6\n[log]\ntensorboard = false\n",
+    );
+    let at = folder.path();
+    write_rows(at);
+    trainer(at, &["fit", "job.toml", "--run-dir", "run", "-q"]).expect(0);
+    for (format, module) in [("onnx", "numpy, onnxruntime"), ("tflite", "numpy, ai_edge_litert")] {
+        let Some(python) = python(module) else { continue };
+        for (model, types, tolerance) in
+            [("run", &[][..], 1e-5), ("export", &["--quantize", "int8"][..], 0.05)]
+        {
+            let export = ["export", "run", "--format", format, "-o", "export", "--force", "-q"];
+            trainer(at, &[&export[..], types].concat()).expect(0);
+            let ours =
+                trainer(at, &["predict", model, "train.csv", "--probabilities", "-q"]).expect(0).stdout;
+            let file = format!("export/model.{format}");
+            let theirs = probabilities(&python, RUNTIMES, &[&file, "train.csv"], at);
+            compare_probabilities(&ours, &theirs, tolerance);
         }
     }
 }

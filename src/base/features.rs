@@ -93,6 +93,14 @@ impl Features {
         })
     }
 
+    /// Shape of one sample's input.
+    pub fn input_shape(&self) -> Vec<usize> {
+        match &self.input {
+            InputSpec::Floats { shape } => shape.clone(),
+            InputSpec::Tabular { .. } | InputSpec::Tokens { .. } => vec![self.input_len()],
+        }
+    }
+
     /// Values in one sample's input.
     pub fn input_len(&self) -> usize {
         match &self.input {

@@ -6,7 +6,7 @@ use std::str::FromStr;
 use std::sync::Arc;
 
 use clap::Args;
-use clap::builder::{PossibleValuesParser, TypedValueParser};
+use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 use super::eval::{ModelArgs, opening, sample_bar, session_options};
@@ -15,9 +15,11 @@ use crate::base::units::Bytes;
 use crate::data::Dataset;
 use crate::data::split::DatasetSplit;
 use crate::inference::export::{
-    ExportError, ExportFormat, ExportOptions, ExportProgress, ExportSource, ExportSummary, Quantization,
+    ExportError, ExportFormat, ExportOptions, ExportProgress, ExportSource, ExportSummary, QuantizedType,
     WeightDtype, compare, export,
 };
+use crate::inference::quantization::calibration::calibrate;
+use crate::inference::quantization::{ActivationQuantization, ClipMethod};
 use crate::inference::session::SessionOptions;
 use crate::inference::trained_model::TrainedModel;
 use crate::train::Failure;
@@ -38,30 +40,29 @@ What was written is read back and evaluated on the validation set beside the mod
 Examples:
   trainer export runs/first --format hf -o exported
   trainer export runs/first --format onnx --dtype f16 -o exported
-  trainer export runs/first --format gguf --quantize q4_k_m -o exported")]
+  trainer export runs/first --format gguf --quantize q4_k_m -o exported
+  trainer export runs/first --format tflite --quantize int8 -o exported")]
 pub struct ExportArgs {
     #[command(flatten)]
     pub model: ModelArgs,
     /// What to write
-    #[arg(
-        long,
-        value_name = "FORMAT",
-        value_parser = words::<ExportFormat, _>(ExportFormat::ALL.map(ExportFormat::name))
-    )]
+    #[arg(long, value_name = "FORMAT", value_parser = words::<ExportFormat>(ExportFormat::ALL.map(ExportFormat::name)))]
     pub format: ExportFormat,
     /// The folder to create
     #[arg(short, long, value_name = "DIR", value_hint = clap::ValueHint::DirPath)]
     pub output: PathBuf,
     /// Type of the weights [default: f16 for gguf, f32 for the others]
-    #[arg(long, value_name = "TYPE", value_parser = words::<WeightDtype, _>(WeightDtype::ALL.map(WeightDtype::name)))]
+    #[arg(long, value_name = "TYPE", value_parser = words::<WeightDtype>(WeightDtype::ALL.map(WeightDtype::name)))]
     pub dtype: Option<WeightDtype>,
-    /// Quantize the matrices; gguf only
-    #[arg(
-        long,
-        value_name = "TYPE",
-        value_parser = words::<Quantization, _>(Quantization::ALL.map(Quantization::name))
-    )]
-    pub quantize: Option<Quantization>,
+    /// Quantize: int8 for onnx and tflite, weights and activations; the others for gguf, weights
+    #[arg(long, value_name = "TYPE", value_parser = quantized_types())]
+    pub quantize: Option<QuantizedType>,
+    /// Samples of the training set that int8 takes the ranges of activations from [default: 512]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
+    pub calibrate: Option<u64>,
+    /// How int8 chooses the range of an activation [default: mse]
+    #[arg(long, value_name = "METHOD", value_parser = words::<ClipMethod>(ClipMethod::ALL.map(ClipMethod::name)))]
+    pub clip: Option<ClipMethod>,
     /// Replace a folder that is not empty
     #[arg(long)]
     pub force: bool,
@@ -70,13 +71,20 @@ pub struct ExportArgs {
     pub batch_size: u32,
 }
 
+/// Samples that activations are calibrated on by default.
+const CALIBRATION_SAMPLES: u64 = 512;
+
+fn quantized_types() -> impl TypedValueParser<Value = QuantizedType> {
+    words(QuantizedType::all().into_iter().map(QuantizedType::name))
+}
+
 /// Parses one of these words.
-fn words<T, const N: usize>(names: [&'static str; N]) -> impl TypedValueParser<Value = T>
+fn words<T>(names: impl IntoIterator<Item = &'static str>) -> impl TypedValueParser<Value = T>
 where
     T: FromStr + Clone + Send + Sync + 'static,
     T::Err: std::error::Error + Send + Sync + 'static,
 {
-    PossibleValuesParser::new(names).try_map(|word| word.parse::<T>())
+    PossibleValuesParser::new(names.into_iter().map(PossibleValue::new)).try_map(|word| word.parse::<T>())
 }
 
 impl ExportArgs {
@@ -92,12 +100,15 @@ impl ExportArgs {
             force: self.force,
             max_bytes: session.ram,
         };
+        options.check(model.job.model.kind()).map_err(cli_error)?;
         let display = common.display_options(io::stderr().is_terminal());
+        let activations = self.activations(&mut model, &mut session, common)?;
         let mut progress = BarProgress::new(!common.quiet && display.interactive);
-        let written = export(&ExportSource::new(&model), &options, &mut progress);
+        let source = ExportSource { activations: activations.as_ref(), ..ExportSource::new(&model) };
+        let written = export(&source, &options, &mut progress);
         progress.0.finish_and_clear();
         let mut summary = written.map_err(cli_error)?;
-        match validation_set(&model, &mut session, common) {
+        match open_set(DatasetSplit::Valid, &model, &mut session, common) {
             Ok(dataset) => {
                 let bar = sample_bar(display, 2 * dataset.len(), "compare");
                 let on_progress = |done| bar.set_position(done);
@@ -111,6 +122,37 @@ impl ExportArgs {
             )),
         }
         self.finish(&summary, common)
+    }
+
+    /// The ranges of the activations, if they are quantized.
+    fn activations(
+        &self,
+        model: &mut TrainedModel,
+        session: &mut SessionOptions,
+        common: &CommonArgs,
+    ) -> anyhow::Result<Option<ActivationQuantization>> {
+        if self.quantize != Some(QuantizedType::Int8) {
+            let named = [("--calibrate", self.calibrate.is_some()), ("--clip", self.clip.is_some())];
+            return match named.into_iter().find(|(_, given)| *given) {
+                None => Ok(None),
+                Some((option, _)) => Err(CliError {
+                    exit: Exit::Usage,
+                    message: format!("`{option}` belongs to `--quantize int8`"),
+                    hint: Some("other types need no samples".into()),
+                }
+                .into()),
+            };
+        }
+        // Without its training data a run may still have its validation set.
+        let dataset = open_set(DatasetSplit::Train, model, session, common)
+            .or_else(|_| open_set(DatasetSplit::Valid, model, session, common))?;
+        let samples = self.calibrate.unwrap_or(CALIBRATION_SAMPLES).min(dataset.len());
+        let method = self.clip.unwrap_or(ClipMethod::Mse);
+        let bar = sample_bar(common.display_options(io::stderr().is_terminal()), samples, "calibrate");
+        let on_progress = |done| bar.set_position(done);
+        let found = rayon::scope(|_| calibrate(model, &dataset, samples, method, session, on_progress));
+        bar.finish_and_clear();
+        Ok(Some(found?))
     }
 
     fn finish(&self, summary: &ExportSummary, common: &CommonArgs) -> anyhow::Result<Exit> {
@@ -135,7 +177,8 @@ impl ExportArgs {
     }
 }
 
-fn validation_set(
+fn open_set(
+    set: DatasetSplit,
     model: &TrainedModel,
     session: &mut SessionOptions,
     common: &CommonArgs,
@@ -148,7 +191,7 @@ fn validation_set(
         test_time: TestTimeAugmentation::Off,
     };
     let ctx = opening(common, model, session.ram);
-    let dataset = trained.open(Samples::Set(DatasetSplit::Valid), &ctx)?;
+    let dataset = trained.open(Samples::Set(set), &ctx)?;
     session.held_bytes = ctx.large_images.extra_bytes();
     Ok(dataset)
 }

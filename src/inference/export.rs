@@ -13,6 +13,7 @@ mod folder;
 mod gguf;
 mod huggingface;
 mod onnx;
+mod options;
 mod safetensors_file;
 #[cfg(test)]
 mod tests;
@@ -23,7 +24,7 @@ mod weights;
 use std::any::Any;
 use std::fmt;
 use std::path::{Path, PathBuf};
-use std::str::FromStr;
+use std::sync::Arc;
 
 use serde::Serialize;
 use serde_json::{Value, json};
@@ -31,13 +32,15 @@ use serde_json::{Value, json};
 pub use self::comparison::compare;
 pub use self::error::ExportError;
 pub use self::gguf::Quantization;
+pub use self::options::{ExportFormat, ExportOptions, QuantizedType, UnknownWord};
 pub use self::weights::WeightDtype;
 
-use self::folded::{FoldedNetwork, Restored};
+use self::folded::{FoldedNetwork, Op, Restored};
 use self::folder::ExportFolder;
 use self::safetensors_file::TensorHeader;
 use self::tokenizer::ExportedTokenizer;
-use self::weights::{TensorFile, TensorMapping, WeightFiles, all_specs, by_param, restore};
+use self::weights::{TensorFile, TensorMapping, Transform, WeightFiles, all_specs, by_param, restore};
+use super::quantization::{ActivationPoints, ActivationQuantization, AffineQuantization, points};
 use super::trained_model::TrainedModel;
 use crate::base::features::{Features, InputSpec};
 use crate::data::preprocessing::Preprocessing;
@@ -48,137 +51,6 @@ use crate::models::{self, BuiltModel};
 use crate::params::TensorSpec;
 use crate::train::checkpoint::PREPROCESSING;
 use crate::train::datasets::images;
-
-/// The files to export to.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ExportFormat {
-    Hf,
-    Safetensors,
-    Gguf,
-    Onnx,
-    Tflite,
-}
-
-impl ExportFormat {
-    pub const ALL: [Self; 5] = [Self::Hf, Self::Safetensors, Self::Gguf, Self::Onnx, Self::Tflite];
-
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Hf => "hf",
-            Self::Safetensors => "safetensors",
-            Self::Gguf => "gguf",
-            Self::Onnx => "onnx",
-            Self::Tflite => "tflite",
-        }
-    }
-
-    /// Whether models of this kind have a form in the format.
-    pub fn supports(self, kind: &str) -> bool {
-        match self {
-            Self::Safetensors | Self::Onnx => true,
-            Self::Hf => matches!(kind, "gpt" | "llama" | "bert" | "vit" | "resnet" | "mobilenet"),
-            Self::Gguf => matches!(kind, "gpt" | "llama"),
-            Self::Tflite => matches!(kind, "mlp" | "cnn" | "resnet" | "mobilenet"),
-        }
-    }
-
-    /// The types that its weights may have.
-    pub fn dtypes(self) -> &'static [WeightDtype] {
-        if self == Self::Tflite { &[WeightDtype::F32] } else { &WeightDtype::ALL }
-    }
-
-    /// The formats for models of this kind.
-    pub fn of_kind(kind: &str) -> impl Iterator<Item = Self> {
-        Self::ALL.into_iter().filter(move |format| format.supports(kind))
-    }
-}
-
-/// A word that names no option.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("`{word}` is none of {}", expected.join(", "))]
-pub struct UnknownWord {
-    word: String,
-    expected: Vec<&'static str>,
-}
-
-/// The option called `word` among `all`.
-fn by_name<T: Copy>(word: &str, all: &[T], name: impl Fn(T) -> &'static str) -> Result<T, UnknownWord> {
-    let unknown =
-        || UnknownWord { word: word.to_owned(), expected: all.iter().map(|one| name(*one)).collect() };
-    all.iter().copied().find(|one| name(*one) == word).ok_or_else(unknown)
-}
-
-impl FromStr for ExportFormat {
-    type Err = UnknownWord;
-
-    fn from_str(word: &str) -> Result<Self, UnknownWord> {
-        by_name(word, &Self::ALL, Self::name)
-    }
-}
-
-impl FromStr for WeightDtype {
-    type Err = UnknownWord;
-
-    fn from_str(word: &str) -> Result<Self, UnknownWord> {
-        by_name(word, &Self::ALL, Self::name)
-    }
-}
-
-impl FromStr for Quantization {
-    type Err = UnknownWord;
-
-    fn from_str(word: &str) -> Result<Self, UnknownWord> {
-        by_name(word, &Self::ALL, Self::name)
-    }
-}
-
-/// What to export to.
-#[derive(Clone, Debug)]
-pub struct ExportOptions {
-    pub format: ExportFormat,
-    /// Without it, f16 for GGUF and f32 elsewhere.
-    pub dtype: Option<WeightDtype>,
-    pub quantize: Option<Quantization>,
-    pub folder: PathBuf,
-    /// Replace a folder that has content.
-    pub force: bool,
-    /// Memory that the conversion may take, in bytes.
-    pub max_bytes: u64,
-}
-
-impl ExportOptions {
-    /// The type of weights that are not quantized.
-    pub fn dtype(&self) -> WeightDtype {
-        self.dtype.unwrap_or(match self.format {
-            ExportFormat::Gguf => WeightDtype::F16,
-            _ => WeightDtype::F32,
-        })
-    }
-
-    /// The type of the weights, for people.
-    pub fn type_name(&self) -> &'static str {
-        self.quantize.map_or_else(|| self.dtype().name(), Quantization::name)
-    }
-
-    /// Refuses what the format has no form for, before anything is read.
-    pub fn check(&self, kind: &'static str) -> Result<(), ExportError> {
-        if !self.format.supports(kind) {
-            return Err(ExportError::UnsupportedPair { kind, format: self.format });
-        }
-        match (self.quantize.map(Quantization::name), self.dtype) {
-            (Some(quantization), _) if self.format != ExportFormat::Gguf => {
-                Err(ExportError::QuantizationNeedsGguf { quantization, format: self.format })
-            }
-            (Some(quantization), Some(dtype)) => {
-                Err(ExportError::TwoTypes { dtype: dtype.name(), quantization })
-            }
-            (None, Some(dtype)) if !self.format.dtypes().contains(&dtype) => {
-                Err(ExportError::UnsupportedDtype { dtype: dtype.name(), format: self.format })
-            }
-            _ => Ok(()),
-        }
-    }
-}
 
 /// How text became tokens.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -224,6 +96,8 @@ pub struct ExportSource<'a> {
     pub preprocessing: Value,
     /// The same as checkpoints keep it, so that the export can be used here too.
     pub kept: Option<&'a Preprocessing>,
+    /// The ranges of its activations, for an export in 8-bit integers.
+    pub activations: Option<&'a ActivationQuantization>,
     /// Updates that the model was trained for.
     pub step: u64,
 }
@@ -248,12 +122,24 @@ impl<'a> ExportSource<'a> {
             job: json!(job),
             preprocessing: json!({ "table": preprocessing.table, "data": job.data }),
             kept: Some(preprocessing),
+            activations: None,
             step: model.step,
         }
     }
 
     fn build(&self) -> Result<BuiltModel, ExportError> {
         Ok(models::build(self.model, self.features)?)
+    }
+
+    /// As it is exported: with a point wherever its activations are quantized.
+    fn build_for(&self, options: &ExportOptions) -> Result<BuiltModel, ExportError> {
+        let mut built = self.build()?;
+        if options.is_int8() {
+            let points = ActivationPoints::Quantize(Arc::new(self.activations.cloned().unwrap_or_default()));
+            points::insert(&mut built.network, &self.features.input_shape(), &points)
+                .map_err(|point| ExportError::Uncalibrated { point })?;
+        }
+        Ok(built)
     }
 }
 
@@ -346,7 +232,7 @@ pub fn export(
     progress: &mut dyn ExportProgress,
 ) -> Result<ExportSummary, ExportError> {
     options.check(source.model.kind())?;
-    let built = source.build()?;
+    let built = source.build_for(options)?;
     check_memory(source, &built, options)?;
     let folder = ExportFolder::create(&options.folder, options.force)?;
     let dtype = options.dtype();
@@ -360,13 +246,13 @@ pub fn export(
             huggingface::write_files(source, &built, dtype, &folder)?
         }
         ExportFormat::Gguf => gguf::write(source, &built, options, &folder, progress)?,
-        ExportFormat::Onnx => onnx::write(source, &built, dtype, &folder, progress)?,
+        ExportFormat::Onnx => onnx::write(source, &built, options, &folder, progress)?,
         ExportFormat::Tflite => {
             tflite::write(source, &built, &folder, progress)?;
             Vec::new()
         }
     };
-    write_description(source, &folder)?;
+    write_description(source, options, &folder)?;
     let files = folder.commit()?;
     Ok(ExportSummary {
         format: options.format.name(),
@@ -383,8 +269,13 @@ pub fn export(
 }
 
 /// Writes what the commands here need to open the export, whatever its format.
-fn write_description(source: &ExportSource, folder: &ExportFolder) -> Result<(), ExportError> {
-    folder.write(description::FILE, description::pretty(source).as_bytes())?;
+fn write_description(
+    source: &ExportSource,
+    options: &ExportOptions,
+    folder: &ExportFolder,
+) -> Result<(), ExportError> {
+    let quantize = options.quantize.map(QuantizedType::name);
+    folder.write(description::FILE, description::pretty(source, quantize).as_bytes())?;
     if let Some(kept) = source.kept {
         folder.write(PREPROCESSING, &kept.to_json())?;
     }
@@ -455,12 +346,25 @@ fn mappings(
     })
 }
 
-/// Decodes an export to f32 and writes it to `path` as safetensors under the names and shapes of the parameters, as in
-/// a checkpoint: loading that file evaluates what was exported. One tensor is in memory at a time.
-pub fn read_back(source: &ExportSource, options: &ExportOptions, path: &Path) -> Result<(), ExportError> {
-    let built = source.build()?;
-    if options.format == ExportFormat::Tflite {
-        return read_back_folded(source, &built, options, path);
+/// Decodes an export to f32 and writes it to `path` as safetensors under the names and shapes of the parameters, as in a
+/// checkpoint: loading that file evaluates what was exported. One tensor is in memory at a time.
+/// Returns what happens to the activations of that model.
+pub fn read_back(
+    source: &ExportSource,
+    options: &ExportOptions,
+    path: &Path,
+) -> Result<ActivationPoints, ExportError> {
+    let mut built = source.build()?;
+    if options.format == ExportFormat::Tflite || options.is_int8() {
+        read_back_folded(source, &built, options, path)?;
+        if !options.is_int8() {
+            return Ok(ActivationPoints::None);
+        }
+        let mut exported = ExportedTensors::open(options)?;
+        let names = points::insert(&mut built.network, &[], &ActivationPoints::None).unwrap_or_default();
+        let read = |name: String| exported.activation(&name).map(|quantization| (name, quantization));
+        let all: ActivationQuantization = names.into_iter().map(read).collect::<Result<_, _>>()?;
+        return Ok(ActivationPoints::Quantize(Arc::new(all)));
     }
     let mappings = mappings(source, &built, options.format)?;
     let params: Vec<&[TensorMapping]> = by_param(&mappings).collect();
@@ -470,7 +374,8 @@ pub fn read_back(source: &ExportSource, options: &ExportOptions, path: &Path) ->
         .collect();
     let mut exported = ExportedTensors::open(options)?;
     let mut values = |index: usize| restore(params[index], |mapping| exported.read(mapping));
-    safetensors_file::write(path, &headers, WeightDtype::F32, &mut values)
+    safetensors_file::write(path, &headers, WeightDtype::F32, &mut values)?;
+    Ok(ActivationPoints::None)
 }
 
 /// [`read_back`] of a file whose batch norms are folded: parameters that compute the same.
@@ -482,7 +387,10 @@ fn read_back_folded(
 ) -> Result<(), ExportError> {
     let mut exported = ExportedTensors::open(options)?;
     let network = FoldedNetwork::new(source, &built.layout, &built.network)?;
-    let restored = network.restored(tflite::weight_transform);
+    let restored = network.restored(match options.format {
+        ExportFormat::Tflite => tflite::weight_transform,
+        _ => |_: &Op| Transform::Copy,
+    });
     let specs: Vec<&TensorSpec> = all_specs(&built.layout).collect();
     let headers: Vec<TensorHeader> =
         specs.iter().map(|spec| TensorHeader { name: &spec.name, shape: &spec.shape }).collect();
@@ -521,6 +429,14 @@ impl ExportedTensors {
             Self::Gguf(reader) => reader.read(mapping),
             Self::Onnx(reader) => reader.read(mapping),
             Self::Tflite(reader) => reader.read(mapping),
+        }
+    }
+
+    fn activation(&mut self, point: &str) -> Result<AffineQuantization, ExportError> {
+        match self {
+            Self::Onnx(reader) => reader.activation(point),
+            Self::Tflite(reader) => reader.activation(point),
+            Self::Safetensors(_) | Self::Gguf(_) => Err(ExportError::Uncalibrated { point: point.into() }),
         }
     }
 }

@@ -11,7 +11,8 @@ use std::path::Path;
 
 use serde_json::Value;
 
-use super::export::{ExportFormat, ExportOptions, ExportSource, read_back};
+use super::export::{ExportFormat, ExportOptions, ExportSource, QuantizedType, read_back};
+use super::quantization::ActivationPoints;
 use super::trained_model::{Origin, TrainedModel, with_sets};
 use crate::base::regular_file;
 use crate::data::preprocessing::Preprocessing;
@@ -87,17 +88,25 @@ fn exported(folder: &Path, sets: &[String]) -> Result<TrainedModel, Failure> {
         step: description["step"].as_u64().unwrap_or(0),
         is_best: false,
         uses_ema: false,
+        points: ActivationPoints::None,
         converted: None,
     };
     let has_other_names = matches!((format, &model.job.model), (ExportFormat::Hf, ModelConfig::Vit(_)));
     if has_other_names || matches!(format, ExportFormat::Gguf | ExportFormat::Onnx | ExportFormat::Tflite) {
-        convert(&mut model, format)?;
+        let int8 = QuantizedType::Int8;
+        let quantize = description["quantize"].as_str().filter(|name| *name == int8.name()).map(|_| int8);
+        convert(&mut model, format, quantize)?;
     }
     Ok(model)
 }
 
-/// Decodes the weights to a temporary file that lives as long as the model.
-fn convert(model: &mut TrainedModel, format: ExportFormat) -> Result<(), Failure> {
+/// Decodes the weights to a temporary file that lives as long as the model, and takes the ranges of its activations from
+/// an 8-bit export.
+fn convert(
+    model: &mut TrainedModel,
+    format: ExportFormat,
+    quantize: Option<QuantizedType>,
+) -> Result<(), Failure> {
     let file = tempfile::Builder::new()
         .prefix("trainer-weights-")
         .tempfile()
@@ -106,12 +115,12 @@ fn convert(model: &mut TrainedModel, format: ExportFormat) -> Result<(), Failure
     let options = ExportOptions {
         format,
         dtype: None,
-        quantize: None,
+        quantize,
         folder: model.folder.clone(),
         force: false,
         max_bytes: u64::MAX,
     };
-    read_back(&ExportSource::new(model), &options, &file)
+    model.points = read_back(&ExportSource::new(model), &options, &file)
         .map_err(|error| unusable(&model.folder, format!("its weights cannot be read: {error}")))?;
     (model.weights, model.statistics) = (file.to_path_buf(), file.to_path_buf());
     model.converted = Some(file);

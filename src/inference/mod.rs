@@ -8,6 +8,7 @@ pub mod export;
 mod exported_model;
 pub mod generate;
 pub mod predict;
+pub mod quantization;
 pub mod session;
 pub mod trained_model;
 mod view_mean;

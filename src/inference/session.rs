@@ -7,6 +7,7 @@ use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor};
 
+use super::quantization::{ActivationPoints, points};
 use super::trained_model::TrainedModel;
 use crate::base::features::Features;
 use crate::base::units::Bytes;
@@ -21,7 +22,7 @@ use crate::layers::{Mode, PassContext};
 use crate::memory::gpu::GpuDevice;
 use crate::memory::process::{ProcessMemory, ThreadStacks};
 use crate::memory::{Ledger, Reservation};
-use crate::models::{BuiltModel, LossOptions};
+use crate::models::{self, BuiltModel, LossOptions};
 use crate::param_store::ParamStore;
 use crate::params::{ParamLayout, ParamRules};
 use crate::planner::estimate::{
@@ -92,6 +93,7 @@ pub struct Session {
     staging: BatchStaging,
     workers: usize,
     seed: u64,
+    points: ActivationPoints,
     _weights: Vec<Reservation>,
 }
 
@@ -111,6 +113,9 @@ impl Unloaded {
             Some(gpu) => Backend::Cuda { capability: gpu.capability },
             None => Backend::Cpu { threads: rayon::current_num_threads() },
         };
+        if !matches!(model.points, ActivationPoints::None) {
+            return Self::with_points(model, features, backend);
+        }
         let dtype = activation_dtype(model.job.train.precision, backend);
         // Smoothing and weights belong to training: a loss is that of the targets as they are.
         let (loss, rules) = (LossOptions::default(), ParamRules::default());
@@ -118,6 +123,18 @@ impl Unloaded {
             fused_network(&model.job.model, &loss, &rules, features, dtype, backend)?;
         let buckets = bucket_networks(&model.job.model, &loss, &rules, features, dtype, backend)?;
         Ok(Self { network, buckets, layout, dtype, backend })
+    }
+
+    /// A network whose activations are observed or quantized: in f32, and not fused, since points stand between its layers.
+    fn with_points(model: &TrainedModel, features: &Features, backend: Backend) -> Result<Self, Failure> {
+        let BuiltModel { mut network, layout } = models::build(&model.job.model, features)?;
+        points::insert(&mut network, &features.input_shape(), &model.points).map_err(|point| {
+            Failure::UnusableExport {
+                folder: model.folder.clone(),
+                problem: format!("it has no quantization of `{point}`"),
+            }
+        })?;
+        Ok(Self { network, buckets: Vec::new(), layout, dtype: DType::F32, backend })
     }
 
     /// Peak bytes of a pass over `batch` samples, by a dry run.
@@ -188,6 +205,9 @@ impl Session {
         output: PassOutput,
         options: &SessionOptions,
     ) -> Result<Self, Failure> {
+        // Points read activations on the host.
+        let on_cpu = SessionOptions { gpu: None, reference: false, ..options.clone() };
+        let options = if matches!(model.points, ActivationPoints::None) { options } else { &on_cpu };
         // Samples to be predicted have no target, and the model has the outputs that it was trained with.
         let features = Features { target: model.features().target.clone(), ..dataset.features().clone() };
         let parts = Unloaded::new(model, &features, options)?;
@@ -237,6 +257,7 @@ impl Session {
             ledgers,
             workers,
             seed: model.job.seed,
+            points: model.points.clone(),
             _weights: reserved,
         })
     }
@@ -246,16 +267,32 @@ impl Session {
     pub fn for_each_batch(
         &self,
         dataset: Arc<dyn Dataset>,
-        mut visit: impl FnMut(&HostBatch) -> Result<(), Failure>,
+        visit: impl FnMut(&HostBatch) -> Result<(), Failure>,
     ) -> Result<(), Failure> {
         let samples = dataset.len();
-        let order = Order::for_dataset(
-            dataset.as_ref(),
-            samples,
-            self.seed,
-            false,
-            streaming::SEQUENTIAL_WINDOW_BYTES,
-        )?;
+        self.for_samples(dataset, samples, false, visit)
+    }
+
+    /// The same for `samples` of `dataset`, or all if it has fewer, in an order of the job's seed.
+    pub fn for_some_batches(
+        &self,
+        dataset: Arc<dyn Dataset>,
+        samples: u64,
+        visit: impl FnMut(&HostBatch) -> Result<(), Failure>,
+    ) -> Result<(), Failure> {
+        let samples = samples.min(dataset.len());
+        self.for_samples(dataset, samples, true, visit)
+    }
+
+    fn for_samples(
+        &self,
+        dataset: Arc<dyn Dataset>,
+        samples: u64,
+        shuffle: bool,
+        mut visit: impl FnMut(&HostBatch) -> Result<(), Failure>,
+    ) -> Result<(), Failure> {
+        let window = streaming::SEQUENTIAL_WINDOW_BYTES;
+        let order = Order::for_dataset(dataset.as_ref(), samples, self.seed, shuffle, window)?;
         let options = LoaderOptions {
             micro_batch: self.plan.micro_batch,
             max_bytes: PREFETCH_BYTES,
@@ -279,7 +316,17 @@ impl Session {
         let bytes = 4 * logits.elem_count() as u64;
         let _hold =
             self.ledgers.tensors.reserve(Role::Activations, "outputs", bytes).map_err(StepError::Oom)?;
-        Ok(to_host(&logits)?)
+        let mut values = to_host(&logits)?;
+        match &self.points {
+            ActivationPoints::None => {}
+            ActivationPoints::Observe(observers) => observers.add(self.network.loss.name(), &values)?,
+            ActivationPoints::Quantize(all) => {
+                if let Some(quantization) = all.get(self.network.loss.name()) {
+                    values.iter_mut().for_each(|value| *value = quantization.rounded(*value));
+                }
+            }
+        }
+        Ok(values)
     }
 
     /// Sums of the loss and of what the metrics count.

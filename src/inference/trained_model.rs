@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
 use super::exported_model;
+use super::quantization::ActivationPoints;
 use crate::base::features::Features;
 use crate::base::regular_file;
 use crate::data::preprocessing::Preprocessing;
@@ -77,6 +78,8 @@ pub struct TrainedModel {
     /// Whether the run evaluated it as the best so far.
     pub is_best: bool,
     pub uses_ema: bool,
+    /// What happens to its activations: those of an 8-bit export are quantized.
+    pub(super) points: ActivationPoints,
     /// Holds `weights` if those of an export had to be converted.
     pub(super) converted: Option<tempfile::TempPath>,
 }
@@ -119,6 +122,7 @@ impl TrainedModel {
             origin: Origin::Checkpoint,
             folder,
             uses_ema,
+            points: ActivationPoints::None,
             converted: None,
         })
     }

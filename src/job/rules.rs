@@ -34,13 +34,20 @@ pub(super) fn contradictions(job: &Job, tree: &DeTable) -> Vec<SpannedError> {
     }
     if let Some(uri) = &job.log.mlflow {
         let host = uri.strip_prefix("http://").or_else(|| uri.strip_prefix("https://"));
-        if host
-            .is_none_or(|host| host.is_empty() || host.starts_with('/') || host.contains(char::is_whitespace))
+        let is_server = host.is_some_and(|host| {
+            !host.is_empty() && !host.starts_with('/') && !host.contains(char::is_whitespace)
+        });
+        let file = uri.strip_prefix("sqlite:///");
+        if !is_server
+            && !file.is_some_and(|path| !path.is_empty() && !path.ends_with('/') && !path.contains('?'))
         {
             report(
                 "log.mlflow",
-                format!("`log.mlflow` must be the address of an MLflow server, not \"{uri}\""),
-                "write it as \"http://localhost:5000\"; `mlflow server` starts one".into(),
+                format!(
+                    "`log.mlflow` must be the address of an MLflow server or a SQLite file, not \"{uri}\""
+                ),
+                "write \"http://localhost:5000\" (`mlflow server` starts one), or \"sqlite:///mlflow.db\""
+                    .into(),
             );
         } else if uri.starts_with("https://") && !cfg!(feature = "https") {
             report(

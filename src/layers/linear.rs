@@ -122,6 +122,10 @@ impl Linear {
         self.act
     }
 
+    pub(crate) fn act_mut(&mut self) -> &mut Activation {
+        &mut self.act
+    }
+
     pub fn bias(&self) -> Option<ParamId> {
         self.bias
     }

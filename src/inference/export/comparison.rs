@@ -28,12 +28,12 @@ pub fn compare(
     mut progress: impl FnMut(u64),
 ) -> Result<Vec<MetricComparison>, ExportError> {
     let exported = TemporaryFile(hidden_file(&options.folder));
-    read_back(&ExportSource::new(model), options, &exported.0)?;
+    let points = read_back(&ExportSource::new(model), options, &exported.0)?;
     let before = evaluate(model, dataset, session, &mut progress)?.metrics;
-    let own = (model.weights.clone(), model.statistics.clone());
-    (model.weights, model.statistics) = (exported.0.clone(), exported.0.clone());
+    let own = (model.weights.clone(), model.statistics.clone(), model.points.clone());
+    (model.weights, model.statistics, model.points) = (exported.0.clone(), exported.0.clone(), points);
     let after = evaluate(model, dataset, session, |done| progress(dataset.len() + done));
-    (model.weights, model.statistics) = own;
+    (model.weights, model.statistics, model.points) = own;
     let after = after?.metrics.values();
     // A metric that is undefined for one of them is left out.
     let pair = |(metric, before): (String, f64)| {

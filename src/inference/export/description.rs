@@ -65,7 +65,9 @@ pub(super) fn of(source: &ExportSource) -> Value {
     })
 }
 
-/// As indented text.
-pub(super) fn pretty(source: &ExportSource) -> String {
-    format!("{:#}\n", of(source))
+/// As indented text, with the type that the model is quantized to.
+pub(super) fn pretty(source: &ExportSource, quantize: Option<&str>) -> String {
+    let mut description = of(source);
+    description["quantize"] = json!(quantize);
+    format!("{description:#}\n")
 }

@@ -3,7 +3,7 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
-use super::ExportFormat;
+use super::options::{ExportFormat, INT8_KINDS, QuantizedType};
 use crate::base::units::Bytes;
 use crate::models::ModelError;
 use crate::train::Failure;
@@ -12,8 +12,12 @@ use crate::train::Failure;
 pub enum ExportError {
     #[error("a `{kind}` model has no `{}` form", format.name())]
     UnsupportedPair { kind: &'static str, format: ExportFormat },
-    #[error("`--quantize {quantization}` needs `--format gguf`, and the format is `{}`", format.name())]
-    QuantizationNeedsGguf { quantization: &'static str, format: ExportFormat },
+    #[error("`--quantize {}` has no form in `{}`", quantized.name(), format.name())]
+    QuantizationFormat { quantized: QuantizedType, format: ExportFormat },
+    #[error("`--quantize {}` has no form for a `{kind}` model", quantized.name())]
+    QuantizationKind { quantized: QuantizedType, kind: &'static str },
+    #[error("the activations of `{point}` were not calibrated")]
+    Uncalibrated { point: String },
     #[error("`--dtype {dtype}` and `--quantize {quantization}` exclude each other")]
     TwoTypes { dtype: &'static str, quantization: &'static str },
     #[error("`{}` exists and is not empty", .0.display())]
@@ -67,7 +71,8 @@ impl ExportError {
         matches!(
             self,
             Self::UnsupportedPair { .. }
-                | Self::QuantizationNeedsGguf { .. }
+                | Self::QuantizationFormat { .. }
+                | Self::QuantizationKind { .. }
                 | Self::TwoTypes { .. }
                 | Self::UnsupportedLayer { .. }
                 | Self::UnsupportedDtype { .. }
@@ -87,9 +92,23 @@ impl ExportError {
                     .collect();
                 Some(format!("a `{kind}` model exports with {}", formats.join(", ")))
             }
-            Self::QuantizationNeedsGguf { .. } => {
-                Some("`--dtype f16` or `--dtype bf16` halves the other formats".into())
+            Self::QuantizationFormat { quantized, format } => {
+                let formats: Vec<String> = quantized
+                    .formats()
+                    .iter()
+                    .map(|format| format!("`--format {}`", format.name()))
+                    .collect();
+                let names: Vec<&str> = QuantizedType::of_format(*format).map(QuantizedType::name).collect();
+                let own = match names.is_empty() {
+                    true => "`--dtype f16` or `--dtype bf16` halves its weights".into(),
+                    false => format!("it has {}", names.join(", ")),
+                };
+                Some(format!("{own}; `{}` works with {}", quantized.name(), formats.join(" and ")))
             }
+            Self::QuantizationKind { kind, .. } => Some(match ExportFormat::Gguf.supports(kind) {
+                true => "`--format gguf --quantize q8_0` has 8-bit weights".into(),
+                false => format!("it works for {}; `--dtype f16` halves this model", INT8_KINDS.join(", ")),
+            }),
             Self::UnsupportedLayer { .. } | Self::TooLarge { .. } => {
                 Some("`--format onnx` has a form for every model".into())
             }

@@ -10,8 +10,9 @@ use std::collections::BTreeMap;
 use super::ExportSource;
 use super::error::ExportError;
 use super::weights::{TensorMapping, Transform, WeightFiles};
-use crate::base::features::InputSpec;
 use crate::graph::network::{Network, Node};
+use crate::inference::quantization::AffineQuantization;
+use crate::inference::quantization::points::{INPUT, QuantizationPoint};
 use crate::kernels::im2col::ConvGeometry;
 use crate::kernels::linear::WeightLayout;
 use crate::kernels::pool::PoolGeometry;
@@ -28,9 +29,6 @@ use crate::layers::group_norm::GroupNorm;
 use crate::layers::linear::Linear;
 use crate::layers::max_pool::MaxPool;
 use crate::params::{ParamId, ParamLayout, StatId, TensorSpec};
-
-/// The name of the value that the network takes.
-pub(super) const INPUT: &str = "input";
 
 /// What an operator computes.
 pub(super) enum Op<'a> {
@@ -69,6 +67,8 @@ pub(super) struct Value {
     pub name: String,
     /// Shape of one sample; images are (height, width, channels).
     pub shape: Vec<usize>,
+    /// How it is stored as 8-bit integers, if it is.
+    pub quantization: Option<AffineQuantization>,
 }
 
 /// The weight and the bias of a convolution or linear layer, with the norm that follows it.
@@ -136,12 +136,12 @@ impl<'a> FoldedNetwork<'a> {
         layout: &'a ParamLayout,
         network: &Network,
     ) -> Result<Self, ExportError> {
-        let shape = match &source.features.input {
-            InputSpec::Floats { shape } => shape.clone(),
-            InputSpec::Tabular { .. } | InputSpec::Tokens { .. } => vec![source.features.input_len()],
+        let shape = source.features.input_shape();
+        let mut folded = Self {
+            layout,
+            values: vec![Value { name: INPUT.into(), shape, quantization: None }],
+            operators: Vec::new(),
         };
-        let mut folded =
-            Self { layout, values: vec![Value { name: INPUT.into(), shape }], operators: Vec::new() };
         let mut x = 0;
         for block in &network.blocks {
             x = folded.nodes(&block.nodes, x)?;
@@ -154,7 +154,8 @@ impl<'a> FoldedNetwork<'a> {
         let weight = param("weight").ok_or_else(|| ExportError::UnsupportedLayer { layer: head.into() })?;
         let weights = FoldedWeights { weight, bias: param("bias"), norm: None };
         let shape = vec![weights.outputs()];
-        folded.push(head, Op::Linear(weights), &[x], shape, ClampActivation::Identity);
+        let logits = folded.push(head, Op::Linear(weights), &[x], shape, ClampActivation::Identity);
+        folded.values[logits].quantization = source.activations.and_then(|all| all.get(head)).copied();
         Ok(folded)
     }
 
@@ -166,8 +167,13 @@ impl<'a> FoldedNetwork<'a> {
         shape: Vec<usize>,
         clamp: ClampActivation,
     ) -> usize {
+        // Integers that are only moved keep their scale.
+        let quantization = match op {
+            Op::MaxPool(_) | Op::Flatten => self.values[inputs[0]].quantization,
+            _ => None,
+        };
         let output = self.values.len();
-        self.values.push(Value { name: name.into(), shape });
+        self.values.push(Value { name: name.into(), shape, quantization });
         self.operators.push(Operator { op, inputs: inputs.into(), output, clamp });
         output
     }
@@ -259,6 +265,9 @@ impl<'a> FoldedNetwork<'a> {
             (self.with_activation(name, op, &[x], shape, linear.act()), false)
         } else if let Some(act) = any.downcast_ref::<ActivationLayer>() {
             (self.push(name, Op::Activation(act.act), &[x], shape, identity), false)
+        } else if let Some(point) = any.downcast_ref::<QuantizationPoint>() {
+            self.values[x].quantization = point.quantization();
+            (x, false)
         } else if any.is::<Dropout>() {
             (x, false)
         } else if any.is::<Flatten>() {

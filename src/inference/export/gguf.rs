@@ -40,7 +40,7 @@ pub(super) fn write(
     progress: &mut dyn ExportProgress,
 ) -> Result<Vec<String>, ExportError> {
     let mappings = mappings(source.model, &built.layout);
-    let rule = TypeRule::new(options.quantize, options.dtype(), layers(source.model), &mappings);
+    let rule = TypeRule::new(options.blocks(), options.dtype(), layers(source.model), &mappings);
     let entries: Vec<TensorEntry> = mappings
         .iter()
         .map(|mapping| TensorEntry {
@@ -180,9 +180,9 @@ fn metadata(
     push("general.architecture", architecture.into());
     push("general.name", source.name.into());
     let file_type =
-        options.quantize.map_or_else(|| quantization::file_type(options.dtype()), Quantization::file_type);
+        options.blocks().map_or_else(|| quantization::file_type(options.dtype()), Quantization::file_type);
     push("general.file_type", MetadataValue::U32(file_type));
-    if options.quantize.is_some() {
+    if options.blocks().is_some() {
         push("general.quantization_version", MetadataValue::U32(QUANTIZATION_VERSION));
     }
     let mut push = |key: &str, value: MetadataValue| push(&format!("{architecture}.{key}"), value);

@@ -250,6 +250,7 @@ mod tests {
                 job: Value::Null,
                 preprocessing: Value::Null,
                 kept: None,
+                activations: None,
                 step: 0,
             };
             image_processor(&source, &[16, 16, 3])

@@ -10,19 +10,22 @@ mod file;
 mod graph;
 mod layers;
 mod proto;
+mod quantized;
 
 use serde_json::{Value, json};
 
 pub(super) use self::file::Reader;
 
-use self::file::ModelHead;
+use self::file::{Initializer, ModelHead};
 use self::graph::GraphBuilder;
 use self::layers::NetworkExport;
 use self::proto::{Dim, Entry, FLOAT, Graph, INT64, Model, OperatorSet, ValueInfo};
+use self::quantized::QuantizedGraph;
 use super::error::ExportError;
+use super::folded::FoldedNetwork;
 use super::folder::ExportFolder;
 use super::weights::{TensorMapping, WeightDtype, WeightFiles};
-use super::{ExportProgress, ExportSource, description};
+use super::{ExportOptions, ExportProgress, ExportSource, description};
 use crate::base::features::{InputSpec, TargetSpec};
 use crate::job::ModelConfig;
 use crate::models::BuiltModel;
@@ -46,29 +49,50 @@ const SEQUENCE: Dim = Dim::Dynamic("sequence");
 pub(super) fn write(
     source: &ExportSource,
     built: &BuiltModel,
-    dtype: WeightDtype,
+    options: &ExportOptions,
     folder: &ExportFolder,
     progress: &mut dyn ExportProgress,
 ) -> Result<Vec<String>, ExportError> {
-    let (head, weights) = head(source, built, dtype)?;
     let files = WeightFiles::open(source.weights, source.statistics)?;
-    file::write(head, &weights, &files, dtype, file::MAX_MESSAGE_BYTES, folder, progress)?;
+    let dtype = options.dtype();
+    let limit = file::MAX_MESSAGE_BYTES;
+    let float = |mapping: &TensorMapping| {
+        Initializer::new(mapping.target.clone(), &mapping.shape, file::element_type(dtype))
+    };
+    let encode = |mapping: &TensorMapping| dtype.encode(&mapping.param, &mapping.read(&files)?);
+    if !options.is_int8() {
+        let (graph, logits) = float_graph(source, built, dtype)?;
+        let (head, weights) = head(source, graph, &logits);
+        let initializers: Vec<Initializer> = weights.iter().map(float).collect();
+        let mut encode = |at: usize| encode(&weights[at]);
+        file::write(head, &initializers, &mut encode, limit, folder, progress)?;
+        return Ok(Vec::new());
+    }
+    let network = FoldedNetwork::new(source, &built.layout, &built.network)?;
+    let quantized = QuantizedGraph::new(&network, GraphBuilder::new(dtype), input_name(source))?;
+    let (head, weights) = head(source, quantized.graph, &quantized.output);
+    let mut initializers: Vec<Initializer> = weights.iter().map(float).collect();
+    initializers.extend(quantized.initializers);
+    let mut encode = |at: usize| match weights.get(at) {
+        Some(weight) => encode(weight),
+        None => quantized.weights[at - weights.len()].encode(&network, &files),
+    };
+    file::write(head, &initializers, &mut encode, limit, folder, progress)?;
     Ok(Vec::new())
 }
 
 /// The weights in the order of the file.
 pub(super) fn mappings(source: &ExportSource, built: &BuiltModel) -> Result<Vec<TensorMapping>, ExportError> {
-    Ok(head(source, built, WeightDtype::F32)?.1)
+    Ok(float_graph(source, built, WeightDtype::F32)?.0.weights)
 }
 
-/// The file without its weights, and the weights.
-fn head(
+/// The graph of all layers, and the name of its output.
+fn float_graph(
     source: &ExportSource,
     built: &BuiltModel,
     dtype: WeightDtype,
-) -> Result<(ModelHead, Vec<TensorMapping>), ExportError> {
+) -> Result<(GraphBuilder, String), ExportError> {
     let inputs = inputs(source);
-    let outputs = outputs(source);
     let mut export = NetworkExport::new(
         GraphBuilder::new(dtype),
         &built.layout,
@@ -80,9 +104,14 @@ fn head(
         export.set_padding_mask(MASK);
     }
     let logits = export.network(&built.network)?;
-    let mut graph = export.into_graph();
+    Ok((export.into_graph(), logits))
+}
+
+/// The file of a graph without its weights, and the weights.
+fn head(source: &ExportSource, mut graph: GraphBuilder, logits: &str) -> (ModelHead, Vec<TensorMapping>) {
+    let (inputs, outputs) = (inputs(source), outputs(source));
     graph.begin_layer("output");
-    let last = graph.node("Identity", &[&logits]);
+    let last = graph.node("Identity", &[logits]);
     // The last node gives the output its name.
     if let Some(node) = graph.nodes.iter_mut().rev().find(|node| node.output[0] == last) {
         node.output[0] = outputs.name.clone();
@@ -107,7 +136,7 @@ fn head(
         input: inputs,
         output: vec![outputs],
     };
-    Ok((ModelHead { model, graph }, weights))
+    (ModelHead { model, graph }, weights)
 }
 
 /// The name of the input that the network takes.

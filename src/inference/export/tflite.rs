@@ -1,4 +1,4 @@
-//! TFLite files, for LiteRT on phones and small boards: float weights, a dynamic batch, batch norm folded.
+//! TFLite files, for LiteRT on phones and small boards: in floats or 8-bit integers, a dynamic batch, batch norm folded.
 //!
 //! Takes the operators of a [`FoldedNetwork`](super::folded::FoldedNetwork). The format has the whole file in memory while
 //! it is written, and no more than 2 GB of it.
@@ -32,7 +32,9 @@ const BYTES_PER_TENSOR: u64 = 1 << 10;
 pub(super) fn file_bytes(source: &ExportSource, built: &BuiltModel) -> u64 {
     let specs = || all_specs(&built.layout);
     let weights: u64 = specs().map(|spec| 4 * spec.len() as u64).sum();
-    weights + BYTES_PER_TENSOR * (specs().count() as u64 + 64) + description::pretty(source).len() as u64
+    weights
+        + BYTES_PER_TENSOR * (specs().count() as u64 + 64)
+        + description::pretty(source, None).len() as u64
 }
 
 /// Writes `model.tflite`.
@@ -48,17 +50,19 @@ pub(super) fn write(
     }
     let network = FoldedNetwork::new(source, &built.layout, &built.network)?;
     let mut graph = GraphBuilder::new(&network, input_name(source));
+    let output = graph.output(&network);
     let files = WeightFiles::open(source.weights, source.statistics)?;
     progress.started(all_specs(&built.layout).map(|spec| 4 * spec.len() as u64).sum());
     let mut file = FileBuilder::new(bytes as usize);
     for (tensor, values) in graph.tensors.iter_mut().zip(&graph.values) {
-        if let Some(bytes) = values.read(&network, &files)? {
-            tensor.buffer = file.buffer(&bytes);
-            progress.tensor_written(&tensor.name, bytes.len() as u64);
+        if let Some(encoded) = values.read(&network, &files)? {
+            tensor.buffer = file.buffer(&encoded.bytes);
+            tensor.quantization = encoded.quantization.or(tensor.quantization.take());
+            progress.tensor_written(&tensor.name, encoded.bytes.len() as u64);
         }
     }
-    let ends = [(input_name(source), 0), (output_name(source), graph.output() as u32)];
-    let text = description::pretty(source);
+    let ends = [(input_name(source), 0), (output_name(source), output as u32)];
+    let text = description::pretty(source, None);
     let file = file.finish(source.name, &graph.tensors, &graph.operators, ends, (DESCRIPTION, &text));
     folder.write(FILE, file.finished_data())
 }

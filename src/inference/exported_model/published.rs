@@ -10,6 +10,7 @@ use super::{CONFIG, read_json, unusable};
 use crate::base::features::{Features, InputSpec, TargetSpec};
 use crate::data::language::tokenizer::settings_beside;
 use crate::data::preprocessing::Preprocessing;
+use crate::inference::quantization::ActivationPoints;
 use crate::inference::trained_model::{Origin, TrainedModel};
 use crate::job::{GptConfig, Job, LlamaConfig, ModelConfig};
 use crate::train::Failure;
@@ -45,6 +46,7 @@ pub(super) fn open(folder: &Path, sets: &[String]) -> Result<TrainedModel, Failu
         step: 0,
         is_best: false,
         uses_ema: false,
+        points: ActivationPoints::None,
         converted: None,
     })
 }

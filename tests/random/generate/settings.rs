@@ -98,9 +98,12 @@ pub fn case(
     if draw.chance(0.7) {
         log.set("tensorboard", draw.chance(0.3));
     }
-    if Draw::new(seed, "mlflow").chance(0.05) {
+    let mut mlflow = Draw::new(seed, "mlflow");
+    if mlflow.chance(0.05) {
         // No server listens on this port: the run warns, and nothing else changes.
         log.set("mlflow", "http://127.0.0.1:9");
+    } else if mlflow.chance(0.05) {
+        log.set("mlflow", "sqlite:///mlflow.db");
     }
     // Drawn apart, so that the jobs of all seeds stay the same.
     let mut reports = Draw::new(seed, "report");

@@ -15,12 +15,13 @@ use prost::encoding::{encode_varint, encoded_len_varint};
 use super::super::ExportProgress;
 use super::super::error::ExportError;
 use super::super::folder::ExportFolder;
-use super::super::weights::{TensorMapping, WeightDtype, WeightFiles};
+use super::super::weights::{TensorMapping, WeightDtype};
 use super::proto::{
-    self, BFLOAT16, EXTERNAL, Entry, FLOAT, FLOAT16, GRAPH_INITIALIZER, Graph, MODEL_GRAPH, Model,
-    TENSOR_DATA_TYPE, TENSOR_EXTERNAL_DATA, TENSOR_NAME, TENSOR_RAW_DATA,
+    self, BFLOAT16, EXTERNAL, Entry, FLOAT, FLOAT16, GRAPH_INITIALIZER, Graph, INT8, INT32, MODEL_GRAPH,
+    Model, TENSOR_DATA_TYPE, TENSOR_EXTERNAL_DATA, TENSOR_NAME, TENSOR_RAW_DATA,
 };
 use crate::base::regular_file;
+use crate::inference::quantization::AffineQuantization;
 
 pub(super) const MODEL: &str = "model.onnx";
 const EXTERNAL_DATA: &str = "model.onnx.data";
@@ -39,7 +40,32 @@ pub(super) struct ModelHead {
     pub graph: Graph,
 }
 
-fn element_type(dtype: WeightDtype) -> i32 {
+/// A weight as it is written.
+pub(super) struct Initializer {
+    pub name: String,
+    pub shape: Vec<usize>,
+    pub data_type: i32,
+}
+
+impl Initializer {
+    pub(super) fn new(name: impl Into<String>, shape: &[usize], data_type: i32) -> Self {
+        Self { name: name.into(), shape: shape.to_vec(), data_type }
+    }
+
+    fn bytes(&self) -> u64 {
+        (self.shape.iter().product::<usize>() * element_bytes(self.data_type)) as u64
+    }
+}
+
+fn element_bytes(data_type: i32) -> usize {
+    match data_type {
+        INT8 => 1,
+        FLOAT16 | BFLOAT16 => 2,
+        _ => 4,
+    }
+}
+
+pub(super) fn element_type(dtype: WeightDtype) -> i32 {
     match dtype {
         WeightDtype::F32 => FLOAT,
         WeightDtype::F16 => FLOAT16,
@@ -55,66 +81,64 @@ fn length_prefix(field: u64, length: u64) -> Vec<u8> {
     prefix
 }
 
-/// Writes `model.onnx`, with its weights in `model.onnx.data` if they take more than `inline_limit` bytes.
+/// Writes `model.onnx`, with its weights in `model.onnx.data` if they take more than `inline_limit` bytes. `encode` gives the
+/// bytes of a weight, by its index.
 pub(super) fn write(
     head: ModelHead,
-    weights: &[TensorMapping],
-    files: &WeightFiles,
-    dtype: WeightDtype,
+    weights: &[Initializer],
+    encode: &mut dyn FnMut(usize) -> Result<Vec<u8>, ExportError>,
     inline_limit: u64,
     folder: &ExportFolder,
     progress: &mut dyn ExportProgress,
 ) -> Result<(), ExportError> {
-    let bytes = |mapping: &TensorMapping| (mapping.len() * dtype.bytes()) as u64;
-    progress.started(weights.iter().map(bytes).sum());
-    let tensor = |mapping: &TensorMapping| proto::Tensor {
-        dims: mapping.shape.iter().map(|dim| *dim as i64).collect(),
-        data_type: element_type(dtype),
-        name: mapping.target.clone(),
+    progress.started(weights.iter().map(Initializer::bytes).sum());
+    let tensor = |weight: &Initializer| proto::Tensor {
+        dims: weight.shape.iter().map(|dim| *dim as i64).collect(),
+        data_type: weight.data_type,
+        name: weight.name.clone(),
         ..proto::Tensor::default()
     };
     let (model, graph) = (head.model.encode_to_vec(), head.graph.encode_to_vec());
     // Of each weight: everything before its values, and the length of the message.
     let prefixes: Vec<(Vec<u8>, u64)> = weights
         .iter()
-        .map(|mapping| {
-            let mut prefix = tensor(mapping).encode_to_vec();
-            prefix.extend(length_prefix(TENSOR_RAW_DATA, bytes(mapping)));
-            let length = prefix.len() as u64 + bytes(mapping);
+        .map(|weight| {
+            let mut prefix = tensor(weight).encode_to_vec();
+            prefix.extend(length_prefix(TENSOR_RAW_DATA, weight.bytes()));
+            let length = prefix.len() as u64 + weight.bytes();
             (prefix, length)
         })
         .collect();
     let initializers: u64 =
         prefixes.iter().map(|(_, length)| 1 + encoded_len_varint(*length) as u64 + length).sum();
     let graph_bytes = graph.len() as u64 + initializers;
-    let encoded = |mapping: &TensorMapping| dtype.encode(&mapping.param, &mapping.read(files)?);
     let mut file = folder.file(MODEL)?;
     if model.len() as u64 + graph_bytes + 16 <= inline_limit {
         file.write(&model)?;
         file.write(&length_prefix(MODEL_GRAPH, graph_bytes))?;
         file.write(&graph)?;
-        for (mapping, (prefix, length)) in weights.iter().zip(&prefixes) {
+        for (at, (prefix, length)) in prefixes.iter().enumerate() {
             file.write(&length_prefix(GRAPH_INITIALIZER, *length))?;
             file.write(prefix)?;
-            file.write(&encoded(mapping)?)?;
-            progress.tensor_written(&mapping.target, bytes(mapping));
+            file.write(&encode(at)?)?;
+            progress.tensor_written(&weights[at].name, weights[at].bytes());
         }
         return file.finish();
     }
     let mut data = folder.file(EXTERNAL_DATA)?;
     let mut graph = head.graph;
-    for mapping in weights {
+    for (at, weight) in weights.iter().enumerate() {
         let end = data.position();
         data.write(&vec![0; (end.next_multiple_of(ALIGNMENT) - end) as usize])?;
         let entry = |key: &str, value: String| Entry { key: key.into(), value };
         let external_data = vec![
             entry("location", EXTERNAL_DATA.into()),
             entry("offset", data.position().to_string()),
-            entry("length", bytes(mapping).to_string()),
+            entry("length", weight.bytes().to_string()),
         ];
-        graph.initializer.push(proto::Tensor { external_data, data_location: EXTERNAL, ..tensor(mapping) });
-        data.write(&encoded(mapping)?)?;
-        progress.tensor_written(&mapping.target, bytes(mapping));
+        graph.initializer.push(proto::Tensor { external_data, data_location: EXTERNAL, ..tensor(weight) });
+        data.write(&encode(at)?)?;
+        progress.tensor_written(&weight.name, weight.bytes());
     }
     data.finish()?;
     file.write(&Model { graph: Some(graph), ..head.model }.encode_to_vec())?;
@@ -146,18 +170,41 @@ impl Reader {
         Ok(Self { folder: folder.to_owned(), initializers })
     }
 
+    /// The values of a weight, dequantized by the scale of their row.
     pub(in super::super) fn read(&mut self, mapping: &TensorMapping) -> Result<Vec<f32>, ExportError> {
+        let mut values = self.values(&mapping.target, mapping.len())?;
+        if self.initializers.get(&mapping.target).is_some_and(|found| matches!(found.data_type, INT8 | INT32))
+        {
+            let rows = mapping.shape[0];
+            let scales = self.values(&scale_name(&mapping.target), rows)?;
+            for (row, scale) in values.chunks_exact_mut((mapping.len() / rows).max(1)).zip(&scales) {
+                row.iter_mut().for_each(|value| *value *= scale);
+            }
+        }
+        Ok(values)
+    }
+
+    /// How the values of an activation are stored.
+    pub(in super::super) fn activation(&mut self, name: &str) -> Result<AffineQuantization, ExportError> {
+        let scale = self.values(&scale_name(name), 1)?[0];
+        let zero_point = self.values(&zero_point_name(name), 1)?[0] as i8;
+        match scale.is_normal() && scale > 0.0 {
+            true => Ok(AffineQuantization { scale, zero_point }),
+            false => {
+                let reason = format!("the scale of `{name}` is {scale}");
+                Err(ExportError::read_back(&self.folder.join(MODEL), reason))
+            }
+        }
+    }
+
+    /// The `len` numbers of an initializer.
+    fn values(&self, name: &str, len: usize) -> Result<Vec<f32>, ExportError> {
         let model = self.folder.join(MODEL);
-        let Some(location) = self.initializers.get(&mapping.target) else {
-            return Err(ExportError::read_back(&model, format!("it has no `{}`", mapping.target)));
+        let Some(location) = self.initializers.get(name) else {
+            return Err(ExportError::read_back(&model, format!("it has no `{name}`")));
         };
-        let dtype = match location.data_type {
-            FLOAT16 => WeightDtype::F16,
-            BFLOAT16 => WeightDtype::Bf16,
-            _ => WeightDtype::F32,
-        };
-        if location.length != (mapping.len() * dtype.bytes()) as u64 {
-            let reason = format!("`{}` has {} bytes", mapping.target, location.length);
+        if location.length != (len * element_bytes(location.data_type)) as u64 {
+            let reason = format!("`{name}` has {} bytes", location.length);
             return Err(ExportError::read_back(&model, reason));
         }
         let path = if location.external { self.folder.join(EXTERNAL_DATA) } else { model };
@@ -168,8 +215,23 @@ impl Reader {
                 file.read_exact(&mut bytes)
             })
             .map_err(ExportError::io("read", &path))?;
-        Ok(dtype.decode(&bytes))
+        Ok(match location.data_type {
+            INT8 => bytes.iter().map(|byte| f32::from(*byte as i8)).collect(),
+            INT32 => bytes.as_chunks().0.iter().map(|bytes| i32::from_le_bytes(*bytes) as f32).collect(),
+            FLOAT16 => WeightDtype::F16.decode(&bytes),
+            BFLOAT16 => WeightDtype::Bf16.decode(&bytes),
+            _ => WeightDtype::F32.decode(&bytes),
+        })
     }
+}
+
+/// The initializers of a quantized tensor's scale and zero point.
+pub(super) fn scale_name(tensor: &str) -> String {
+    format!("{tensor}/scale")
+}
+
+pub(super) fn zero_point_name(tensor: &str) -> String {
+    format!("{tensor}/zero_point")
 }
 
 /// Walks over a message without reading the values of its tensors.
@@ -290,7 +352,7 @@ mod tests {
     use candle_core::{Device, Tensor};
 
     use super::super::super::NoExportProgress;
-    use super::super::super::weights::Transform;
+    use super::super::super::weights::{Transform, WeightFiles};
     use super::*;
     use crate::params::{MemoryFormat, ParamInit, TensorSpec, TensorUse};
 
@@ -312,9 +374,10 @@ mod tests {
         for (limit, external) in [(MAX_MESSAGE_BYTES, false), (1000, true)] {
             let head = ModelHead { model: Model::default(), graph: Graph::default() };
             let folder = ExportFolder::create(&target, true).unwrap();
-            let weights = std::slice::from_ref(&mapping);
             let files = WeightFiles::open(&source, &source).unwrap();
-            write(head, weights, &files, WeightDtype::F32, limit, &folder, &mut NoExportProgress).unwrap();
+            let weights = [Initializer::new("w", &mapping.shape, FLOAT)];
+            let mut encode = |_| WeightDtype::F32.encode("w", &mapping.read(&files)?);
+            write(head, &weights, &mut encode, limit, &folder, &mut NoExportProgress).unwrap();
             folder.commit().unwrap();
             assert_eq!(target.join(EXTERNAL_DATA).exists(), external);
             let parsed = Model::decode(std::fs::read(target.join(MODEL)).unwrap().as_slice()).unwrap();

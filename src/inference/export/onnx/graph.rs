@@ -1,8 +1,11 @@
 //! A graph under construction: nodes, constants, and the weights to be written as initializers.
 
 use super::super::weights::{TensorMapping, Transform, WeightDtype};
-use super::proto::{Attribute, FLOAT, INT64, Node, Tensor};
+use super::file::{scale_name, zero_point_name};
+use super::proto::{Attribute, FLOAT, INT8, INT64, Node, Tensor};
+use crate::inference::quantization::AffineQuantization;
 use crate::kernels::Activation;
+use crate::layers::group_norm;
 use crate::params::TensorSpec;
 
 /// Nodes are named after the layer that they belong to.
@@ -156,6 +159,78 @@ impl GraphBuilder {
         let widths: Vec<i64> = widths.iter().map(|width| *width as i64).collect();
         let sizes = self.ints(&widths);
         self.node_with_outputs("Split", &[x, &sizes], widths.len(), vec![Attribute::int("axis", -1)])
+    }
+
+    /// As instance norm over groups, then the weights per channel: opset 17 has no group norm. `shape` is that of a sample,
+    /// with its channels last; `x` has them second.
+    pub(super) fn group_norm(
+        &mut self,
+        x: &str,
+        shape: &[usize],
+        groups: usize,
+        params: [&TensorSpec; 2],
+    ) -> String {
+        let [weight, bias] = params.map(|spec| self.weight(spec, Transform::Copy));
+        let channels = shape.last().copied().unwrap_or(1);
+        let (ones, zeros) =
+            (self.floats(&[groups], &vec![1.0; groups]), self.floats(&[groups], &vec![0.0; groups]));
+        let grouped = self.reshape(x, &[0, groups as i64, -1]);
+        let attributes = vec![Attribute::float("epsilon", group_norm::EPS as f32)];
+        let normalized = self.node_with("InstanceNormalization", &[&grouped, &ones, &zeros], attributes);
+        let inner = shape.iter().take(shape.len() - 1).map(|dim| *dim as i64);
+        let shape: Vec<i64> = [0, channels as i64].into_iter().chain(inner).collect();
+        let normalized = self.reshape(&normalized, &shape);
+        let per_channel: Vec<i64> = match shape.len() {
+            2 => vec![channels as i64],
+            rank => [vec![channels as i64], vec![1; rank - 2]].concat(),
+        };
+        let (weight, bias) = (self.reshape(&weight, &per_channel), self.reshape(&bias, &per_channel));
+        let scaled = self.node("Mul", &[&normalized, &weight]);
+        self.node("Add", &[&scaled, &bias])
+    }
+
+    /// An unknown category has the index after the last one, and a vector of zeros.
+    pub(super) fn categorical_embedding(
+        &mut self,
+        num_numeric: usize,
+        tables: &[&TensorSpec],
+        x: &str,
+    ) -> String {
+        let widths: Vec<usize> = match num_numeric {
+            0 => vec![1; tables.len()],
+            numeric => [vec![numeric], vec![1; tables.len()]].concat(),
+        };
+        let mut columns = self.split_last(x, &widths);
+        let mut parts: Vec<String> = match num_numeric {
+            0 => Vec::new(),
+            _ => vec![columns.remove(0)],
+        };
+        for (column, table) in columns.iter().zip(tables) {
+            let width = table.shape[1];
+            let (table, zeros) =
+                (self.weight(table, Transform::Copy), self.floats(&[1, width], &vec![0.0; width]));
+            let table = self.concat(&[&table, &zeros], 0);
+            let axis = self.ints(&[1]);
+            let column = self.node("Squeeze", &[column, &axis]);
+            let index = self.node_with("Cast", &[&column], vec![Attribute::int("to", INT64.into())]);
+            parts.push(self.node("Gather", &[&table, &index]));
+        }
+        let parts: Vec<&str> = parts.iter().map(String::as_str).collect();
+        self.concat(&parts, 1)
+    }
+
+    /// `x` as 8-bit integers and back: what a runtime takes as a sign to compute in integers. The scale and the zero point
+    /// have the name of the point.
+    pub(super) fn quantized(&mut self, point: &str, quantization: AffineQuantization, x: &str) -> String {
+        let mut scalar = |name: String, data_type: i32, bytes: Vec<u8>| {
+            let raw_data = Some(bytes);
+            self.constants.push(Tensor { data_type, name: name.clone(), raw_data, ..Tensor::default() });
+            name
+        };
+        let scale = scalar(scale_name(point), FLOAT, quantization.scale.to_le_bytes().into());
+        let zero_point = scalar(zero_point_name(point), INT8, quantization.zero_point.to_le_bytes().into());
+        let stored = self.node("QuantizeLinear", &[x, &scale, &zero_point]);
+        self.node("DequantizeLinear", &[&stored, &scale, &zero_point])
     }
 
     pub(super) fn activation(&mut self, x: String, act: Activation) -> String {

@@ -7,9 +7,10 @@ use super::super::weights::Transform;
 use super::attention::{AttentionInputs, AttentionNode, Rope};
 use super::graph::GraphBuilder;
 use super::proto::Attribute;
-use crate::base::features::{Features, InputSpec};
+use crate::base::features::Features;
 use crate::graph::network::{Network, Node};
 use crate::job::ModelConfig;
+use crate::kernels::im2col::ConvGeometry;
 use crate::kernels::linear::WeightLayout;
 use crate::kernels::pool::PoolGeometry;
 use crate::kernels::{Activation, ClampActivation};
@@ -26,7 +27,7 @@ use crate::layers::embedding::Embedding;
 use crate::layers::first_token::FirstToken;
 use crate::layers::flatten::Flatten;
 use crate::layers::global_pool::GlobalAvgPool;
-use crate::layers::group_norm::{self, GroupNorm};
+use crate::layers::group_norm::GroupNorm;
 use crate::layers::linear::Linear;
 use crate::layers::max_pool::MaxPool;
 use crate::layers::norm::NormLayer;
@@ -65,15 +66,11 @@ impl<'a> NetworkExport<'a> {
         features: &Features,
         input: &str,
     ) -> Self {
-        let input_shape = match &features.input {
-            InputSpec::Floats { shape } => shape.clone(),
-            InputSpec::Tabular { .. } | InputSpec::Tokens { .. } => vec![features.input_len()],
-        };
         Self {
             graph,
             layout,
             input: input.into(),
-            input_shape,
+            input_shape: features.input_shape(),
             context: model.context().unwrap_or_default(),
             attention: AttentionInputs::default(),
             token_table: None,
@@ -198,20 +195,12 @@ impl<'a> NetworkExport<'a> {
         } else if let Some(embedding) = any.downcast_ref::<Embedding>() {
             self.embedding(embedding, &x)
         } else if let Some(embedding) = any.downcast_ref::<CategoricalEmbedding>() {
-            self.categorical_embedding(embedding, &x)
+            let tables: Vec<&TensorSpec> = embedding.tables.iter().map(|id| self.spec(*id)).collect();
+            self.graph.categorical_embedding(embedding.num_numeric, &tables, &x)
         } else if let Some(norm) = any.downcast_ref::<NormLayer>() {
             self.norm(norm, &x)
         } else if let Some(conv) = any.downcast_ref::<Conv2d>() {
-            let g = &conv.geometry;
-            let both = |value: usize| [value as i64; 2];
-            let attributes = vec![
-                Attribute::ints("kernel_shape", both(g.kernel)),
-                Attribute::ints("strides", both(g.stride)),
-                Attribute::ints("pads", [g.padding as i64; 4]),
-                Attribute::ints("dilations", both(g.dilation)),
-                Attribute::int("group", g.groups as i64),
-            ];
-            let y = self.conv(&x, conv.weight, conv.bias, attributes);
+            let y = self.conv(&x, conv.weight, conv.bias, conv_attributes(&conv.geometry));
             self.graph.activation(y, conv.act)
         } else if let Some(norm) = any.downcast_ref::<BatchNorm>() {
             self.batch_norm(norm, x)
@@ -335,33 +324,6 @@ impl<'a> NetworkExport<'a> {
         y
     }
 
-    /// An unknown category has the index after the last one, and a vector of zeros.
-    fn categorical_embedding(&mut self, embedding: &CategoricalEmbedding, x: &str) -> String {
-        let tables = embedding.tables.len();
-        let widths: Vec<usize> = match embedding.num_numeric {
-            0 => vec![1; tables],
-            numeric => [vec![numeric], vec![1; tables]].concat(),
-        };
-        let mut columns = self.graph.split_last(x, &widths);
-        let mut parts: Vec<String> = match embedding.num_numeric {
-            0 => Vec::new(),
-            _ => vec![columns.remove(0)],
-        };
-        for (column, (id, (_, width))) in
-            columns.iter().zip(embedding.tables.iter().zip(&embedding.table_shapes))
-        {
-            let (table, zeros) =
-                (self.weight(*id, Transform::Copy), self.graph.floats(&[1, *width], &vec![0.0; *width]));
-            let table = self.graph.concat(&[&table, &zeros], 0);
-            let axis = self.graph.ints(&[1]);
-            let column = self.graph.node("Squeeze", &[column, &axis]);
-            let index = self.graph.node_with("Cast", &[&column], vec![Attribute::int("to", 7)]);
-            parts.push(self.graph.node("Gather", &[&table, &index]));
-        }
-        let parts: Vec<&str> = parts.iter().map(String::as_str).collect();
-        self.graph.concat(&parts, 1)
-    }
-
     /// Layer norm, or RMS norm if it has no bias.
     fn norm(&mut self, norm: &NormLayer, x: &str) -> String {
         let weight = self.weight(norm.weight, Transform::Copy);
@@ -419,28 +381,10 @@ impl<'a> NetworkExport<'a> {
         self.clamp(y, norm.act)
     }
 
-    /// As instance norm over groups, then the weights per channel: opset 17 has no group norm.
     fn group_norm(&mut self, norm: &GroupNorm, x: String) -> String {
-        let (channels, groups) = (norm.shape.last().copied().unwrap_or(1), norm.groups);
         let y = self.with_channels_second(x, &norm.shape, |export, x| {
-            let (weight, bias) =
-                (export.weight(norm.weight, Transform::Copy), export.weight(norm.bias, Transform::Copy));
-            let graph = &mut export.graph;
-            let (ones, zeros) =
-                (graph.floats(&[groups], &vec![1.0; groups]), graph.floats(&[groups], &vec![0.0; groups]));
-            let grouped = graph.reshape(&x, &[0, groups as i64, -1]);
-            let attributes = vec![Attribute::float("epsilon", group_norm::EPS as f32)];
-            let normalized = graph.node_with("InstanceNormalization", &[&grouped, &ones, &zeros], attributes);
-            let inner = norm.shape.iter().take(norm.shape.len() - 1).map(|dim| *dim as i64);
-            let shape: Vec<i64> = [0, channels as i64].into_iter().chain(inner).collect();
-            let normalized = graph.reshape(&normalized, &shape);
-            let per_channel: Vec<i64> = match shape.len() {
-                2 => vec![channels as i64],
-                rank => [vec![channels as i64], vec![1; rank - 2]].concat(),
-            };
-            let (weight, bias) = (graph.reshape(&weight, &per_channel), graph.reshape(&bias, &per_channel));
-            let scaled = graph.node("Mul", &[&normalized, &weight]);
-            graph.node("Add", &[&scaled, &bias])
+            let [weight, bias] = [norm.weight, norm.bias].map(|id| export.spec(id));
+            export.graph.group_norm(&x, &norm.shape, norm.groups, [weight, bias])
         });
         self.clamp(y, norm.act)
     }
@@ -469,7 +413,18 @@ impl<'a> NetworkExport<'a> {
     }
 }
 
-fn window(window: &PoolGeometry) -> Vec<Attribute> {
+pub(super) fn conv_attributes(geometry: &ConvGeometry) -> Vec<Attribute> {
+    let both = |value: usize| [value as i64; 2];
+    vec![
+        Attribute::ints("kernel_shape", both(geometry.kernel)),
+        Attribute::ints("strides", both(geometry.stride)),
+        Attribute::ints("pads", [geometry.padding as i64; 4]),
+        Attribute::ints("dilations", both(geometry.dilation)),
+        Attribute::int("group", geometry.groups as i64),
+    ]
+}
+
+pub(super) fn window(window: &PoolGeometry) -> Vec<Attribute> {
     vec![
         Attribute::ints("kernel_shape", [window.size as i64; 2]),
         Attribute::ints("strides", [window.stride as i64; 2]),

@@ -4,6 +4,8 @@ use prost::Message;
 
 /// Element types of a tensor.
 pub(super) const FLOAT: i32 = 1;
+pub(super) const INT8: i32 = 3;
+pub(super) const INT32: i32 = 6;
 pub(super) const INT64: i32 = 7;
 pub(super) const FLOAT16: i32 = 10;
 pub(super) const BFLOAT16: i32 = 16;

@@ -1,13 +1,17 @@
 //! The operators of a TFLite graph. Images are (batch, height, width, channels), as they are here.
+//!
+//! A value that is quantized is stored as 8-bit integers. Convolutions, linear layers, pooling, sums and what only moves
+//! values take and give integers; the others compute in floats, between a DEQUANTIZE and a QUANTIZE.
 
 use super::super::error::ExportError;
-use super::super::folded::{FoldedNetwork, FoldedWeights, Op, Operator};
+use super::super::folded::{FoldedNetwork, FoldedWeights, Op, Operator, Value};
 use super::super::weights::{TensorMapping, Transform, WeightFiles};
 use super::schema::{
-    ADD, Builtin, CAST, CONCATENATION, CONV_2D, DEPTHWISE_CONV_2D, FLOAT32, FULLY_CONNECTED, Field, GATHER,
-    GELU, INT32, LOGISTIC, MAX_POOL_2D, MEAN, MUL, OperatorInfo, Options, PAD, PADV2, RELU, RELU6, RESHAPE,
-    RSQRT, SPLIT_V, SUB, TANH, TRANSPOSE, TensorInfo,
+    ADD, Builtin, CAST, CONCATENATION, CONV_2D, DEPTHWISE_CONV_2D, DEQUANTIZE, FLOAT32, FULLY_CONNECTED,
+    Field, GATHER, GELU, INT8, INT32, LOGISTIC, MAX_POOL_2D, MEAN, MUL, OperatorInfo, Options, PAD, PADV2,
+    QUANTIZE, RELU, RELU6, RESHAPE, RSQRT, SPLIT_V, SUB, TANH, TRANSPOSE, TensorInfo, TensorQuantization,
 };
+use crate::inference::quantization::{AffineQuantization, quantize_bias, quantize_rows};
 use crate::kernels::im2col::ConvGeometry;
 use crate::kernels::pool::PoolGeometry;
 use crate::kernels::{Activation, ClampActivation};
@@ -22,10 +26,33 @@ pub(super) enum TensorValues {
     /// They are computed.
     Computed,
     Constant(Vec<u8>),
-    /// The weight or the bias of an operator of the folded network.
-    Weight(usize),
-    Bias(usize),
+    /// The weight or the bias of an operator of the folded network; as integers, if its input has this scale.
+    Weight(usize, Option<f32>),
+    Bias(usize, Option<f32>),
     Parameter(TensorMapping),
+}
+
+/// The tensors of a value, which may be there as floats, as integers or as both.
+#[derive(Clone, Copy, Default)]
+struct ValueTensors {
+    float: Option<usize>,
+    int8: Option<usize>,
+}
+
+/// A tensor that an operator gives.
+#[derive(Clone, Copy)]
+struct Output<'a> {
+    name: &'a str,
+    /// Shape of one sample.
+    shape: &'a [usize],
+    /// Integers, if it has one.
+    quantization: Option<AffineQuantization>,
+}
+
+impl<'a> Output<'a> {
+    fn float(name: &'a str, shape: &'a [usize]) -> Self {
+        Self { name, shape, quantization: None }
+    }
 }
 
 /// A graph under construction.
@@ -34,14 +61,17 @@ pub(super) struct GraphBuilder {
     /// The values of each tensor.
     pub values: Vec<TensorValues>,
     pub operators: Vec<OperatorInfo>,
-    /// The tensor of each value of the folded network.
-    of_value: Vec<usize>,
+    /// The tensors of each value of the folded network.
+    of_value: Vec<ValueTensors>,
 }
+
+/// (outputs, 1, height, width) to (1, height, width, outputs).
+const DEPTHWISE: Transform = Transform::Permute([1, 2, 3, 0]);
 
 /// What becomes of the weight of an operator.
 pub(in super::super) fn weight_transform(op: &Op) -> Transform {
     match op {
-        Op::Conv(geometry, _) if is_depthwise(geometry) => Transform::Permute([1, 2, 3, 0]),
+        Op::Conv(geometry, _) if is_depthwise(geometry) => DEPTHWISE,
         Op::Conv(..) => Transform::Permute([0, 2, 3, 1]),
         _ => Transform::Copy,
     }
@@ -76,19 +106,72 @@ impl GraphBuilder {
     pub(super) fn new(network: &FoldedNetwork, input: &str) -> Self {
         let mut graph =
             Self { tensors: Vec::new(), values: Vec::new(), operators: Vec::new(), of_value: Vec::new() };
-        let input = graph.computed(input, &network.values[0].shape, FLOAT32);
-        graph.of_value.push(input);
+        let input = graph.computed(Output::float(input, &network.values[0].shape), FLOAT32);
+        graph.of_value.push(ValueTensors { float: Some(input), int8: None });
+        graph.quantize(0, &network.values[0]);
         for (at, operator) in network.operators.iter().enumerate() {
-            let value = &network.values[operator.output];
-            let output = graph.operator(network, at, operator, &value.name, &value.shape);
-            graph.of_value.push(output);
+            graph.value(network, at, operator);
         }
         graph
     }
 
-    /// The tensor of the output.
-    pub(super) fn output(&self) -> usize {
-        self.of_value[self.of_value.len() - 1]
+    /// The tensor of the output, in floats.
+    pub(super) fn output(&mut self, network: &FoldedNetwork) -> usize {
+        let last = network.values.len() - 1;
+        self.float_of(last, &network.values[last])
+    }
+
+    /// Adds an operator, in integers if it has such a form and all its values are quantized.
+    fn value(&mut self, network: &FoldedNetwork, at: usize, operator: &Operator) {
+        let value = &network.values[operator.output];
+        let takes_integers =
+            !matches!(operator.op, Op::Activation(_) | Op::GroupNorm { .. } | Op::Embedding { .. });
+        let mut values = operator.inputs.iter().chain([&operator.output]);
+        let is_integer = takes_integers && values.all(|at| network.values[*at].quantization.is_some());
+        let inputs: Vec<usize> = operator
+            .inputs
+            .iter()
+            .map(|&input| match self.of_value[input].int8 {
+                Some(int8) if is_integer => int8,
+                _ => self.float_of(input, &network.values[input]),
+            })
+            .collect();
+        let float_name = format!("{}/float", value.name);
+        let output = match (is_integer, value.quantization) {
+            (true, quantization) => Output { name: &value.name, shape: &value.shape, quantization },
+            (false, Some(_)) => Output::float(&float_name, &value.shape),
+            (false, None) => Output::float(&value.name, &value.shape),
+        };
+        let tensor = self.operator(network, at, operator, &inputs, output);
+        self.of_value.push(match is_integer {
+            true => ValueTensors { float: None, int8: Some(tensor) },
+            false => ValueTensors { float: Some(tensor), int8: None },
+        });
+        self.quantize(operator.output, value);
+    }
+
+    /// Stores a value as integers if it is quantized. What takes it as floats then takes what they stand for.
+    fn quantize(&mut self, at: usize, value: &Value) {
+        if let (Some(quantization), Some(float), None) =
+            (value.quantization, self.of_value[at].float, self.of_value[at].int8)
+        {
+            let output = Output { name: &value.name, shape: &value.shape, quantization: Some(quantization) };
+            let int8 = self.node(QUANTIZE, &[float], output, Options::new(89, &[]));
+            self.of_value[at] = ValueTensors { float: None, int8: Some(int8) };
+        }
+    }
+
+    fn float_of(&mut self, at: usize, value: &Value) -> usize {
+        match (self.of_value[at].float, self.of_value[at].int8) {
+            (None, Some(int8)) => {
+                let name = format!("{}/dequantized", value.name);
+                let float =
+                    self.node(DEQUANTIZE, &[int8], Output::float(&name, &value.shape), Options::new(38, &[]));
+                self.of_value[at].float = Some(float);
+                float
+            }
+            (float, _) => float.unwrap_or_default(),
+        }
     }
 
     fn tensor(&mut self, info: TensorInfo, values: TensorValues) -> usize {
@@ -97,14 +180,14 @@ impl GraphBuilder {
         self.tensors.len() - 1
     }
 
-    /// A tensor with a dynamic batch; `shape` is that of one sample.
-    fn computed(&mut self, name: &str, shape: &[usize], element_type: i8) -> usize {
+    /// A tensor with a dynamic batch.
+    fn computed(&mut self, output: Output, element_type: i8) -> usize {
         let info = TensorInfo {
-            name: name.into(),
+            name: output.name.into(),
             element_type,
-            shape: batched(shape),
+            shape: batched(output.shape),
             dynamic_batch: true,
-            quantization: None,
+            quantization: output.quantization.map(tensor_quantization),
             buffer: 0,
         };
         self.tensor(info, TensorValues::Computed)
@@ -145,135 +228,153 @@ impl GraphBuilder {
         });
     }
 
-    /// Adds an operator with one output, a float tensor with samples of this shape.
-    fn node(
-        &mut self,
-        builtin: Builtin,
-        inputs: &[usize],
-        name: &str,
-        shape: &[usize],
-        options: Options,
-    ) -> usize {
-        let output = self.computed(name, shape, FLOAT32);
+    /// Adds an operator with one output.
+    fn node(&mut self, builtin: Builtin, inputs: &[usize], output: Output, options: Options) -> usize {
+        let element_type = if output.quantization.is_some() { INT8 } else { FLOAT32 };
+        let output = self.computed(output, element_type);
         self.emit(builtin, inputs, &[output], options);
         output
     }
 
-    /// Adds the operator `at` of the network; `name` and `shape` are those of its output.
+    /// Adds the operator `at` of the network.
     fn operator(
         &mut self,
         network: &FoldedNetwork,
         at: usize,
         operator: &Operator,
-        name: &str,
-        shape: &[usize],
+        inputs: &[usize],
+        output: Output,
     ) -> usize {
-        let inputs: Vec<usize> = operator.inputs.iter().map(|value| self.of_value[*value]).collect();
-        let (x, input_shape) = (inputs[0], network.values[operator.inputs[0]].shape.as_slice());
+        let (x, input) = (inputs[0], &network.values[operator.inputs[0]]);
+        let input_shape = input.shape.as_slice();
+        // What only moves values keeps the scale of its input.
+        let moved = input.quantization.filter(|_| output.quantization.is_some());
         let act = fused(operator.clamp);
         match &operator.op {
             Op::Conv(geometry, weights) => {
                 let extent = geometry.dilation * (geometry.kernel - 1) + 1;
-                let (padding, x) =
-                    self.padded(PAD, x, name, input_shape, [extent, geometry.stride, geometry.padding]);
-                let [weight, bias] = self.weights(at, &operator.op, weights);
+                let window = [extent, geometry.stride, geometry.padding];
+                let name = format!("{}/padded", output.name);
+                let image = Output { name: &name, shape: input_shape, quantization: moved };
+                let (padding, x) = self.padded(PAD, x, image, window);
+                let [weight, bias] = self.weights(at, &operator.op, weights, moved);
                 let (builtin, options) = conv_options(geometry, padding, act);
-                self.node(builtin, &[x, weight, bias], name, shape, options)
+                self.node(builtin, &[x, weight, bias], output, options)
             }
             Op::Linear(weights) => {
-                let [weight, bias] = self.weights(at, &operator.op, weights);
-                self.node(FULLY_CONNECTED, &[x, weight, bias], name, shape, Options::new(8, &[act]))
+                let [weight, bias] = self.weights(at, &operator.op, weights, moved);
+                self.node(FULLY_CONNECTED, &[x, weight, bias], output, Options::new(8, &[act]))
             }
             Op::MaxPool(window) => {
-                let (padding, x) =
-                    self.padded(PADV2, x, name, input_shape, [window.size, window.stride, window.padding]);
-                self.node(MAX_POOL_2D, &[x], name, shape, pool_options(window, padding, act))
+                let name = format!("{}/padded", output.name);
+                let image = Output { name: &name, shape: input_shape, quantization: moved };
+                let (padding, x) = self.padded(PADV2, x, image, [window.size, window.stride, window.padding]);
+                self.node(MAX_POOL_2D, &[x], output, pool_options(window, padding, act))
             }
             Op::GlobalPool => {
                 let axes = self.ints(&[2], &[1, 2]);
-                self.node(MEAN, &[x, axes], name, shape, Options::new(27, &[Field::Bool(false)]))
+                self.node(MEAN, &[x, axes], output, Options::new(27, &[Field::Bool(false)]))
             }
             Op::Flatten => {
                 let x = match *input_shape {
                     [h, w, c] if h * w > 1 && c > 1 => {
                         let order = self.ints(&[4], &[0, 3, 1, 2]);
-                        let first = format!("{name}/channels_first");
-                        self.node(TRANSPOSE, &[x, order], &first, &[c, h, w], Options::new(26, &[]))
+                        let name = format!("{}/channels_first", output.name);
+                        let first = Output { name: &name, shape: &[c, h, w], quantization: moved };
+                        self.node(TRANSPOSE, &[x, order], first, Options::new(26, &[]))
                     }
                     _ => x,
                 };
-                self.reshape(x, name, shape)
+                self.reshape(x, output)
             }
-            Op::Add => self.node(ADD, &inputs, name, shape, Options::new(11, &[act])),
-            Op::Activation(act) => self.activation(x, *act, name, shape),
+            Op::Add => self.node(ADD, inputs, output, Options::new(11, &[act])),
+            Op::Activation(act) => self.activation(x, *act, output),
             Op::GroupNorm { groups, weight, bias } => {
                 let params = [weight, bias].map(|spec| TensorMapping::copy(spec));
-                self.group_norm(x, *groups, params, act, name, shape)
+                self.group_norm(x, *groups, params, act, output)
             }
             Op::Embedding { num_numeric, tables } => {
                 let tables: Vec<TensorMapping> =
                     tables.iter().map(|table| TensorMapping::copy(table)).collect();
-                self.embedding(x, *num_numeric, tables, name, shape)
+                self.embedding(x, *num_numeric, tables, output)
             }
         }
     }
 
-    fn weights(&mut self, at: usize, op: &Op, weights: &FoldedWeights) -> [usize; 2] {
+    /// The weight and the bias of operator `at`, as integers if its input is quantized.
+    fn weights(
+        &mut self,
+        at: usize,
+        op: &Op,
+        weights: &FoldedWeights,
+        input: Option<AffineQuantization>,
+    ) -> [usize; 2] {
         let mapping = TensorMapping::new(weights.weight.name.clone(), weights.weight, weight_transform(op));
-        let weight = self.stored(mapping.target, FLOAT32, &mapping.shape, TensorValues::Weight(at));
-        let bias = self.stored(weights.bias_name(), FLOAT32, &[weights.outputs()], TensorValues::Bias(at));
+        let scale = input.map(|input| input.scale);
+        let (weight, bias) = if scale.is_some() { (INT8, INT32) } else { (FLOAT32, FLOAT32) };
+        let weight = self.stored(mapping.target, weight, &mapping.shape, TensorValues::Weight(at, scale));
+        let bias =
+            self.stored(weights.bias_name(), bias, &[weights.outputs()], TensorValues::Bias(at, scale));
         [weight, bias]
     }
 
     /// The padding of a window over an image and the image, with an operator that pads it where the runtime's own
-    /// padding is another.
+    /// padding is another. `image` is the image before that.
     fn padded(
         &mut self,
         builtin: Builtin,
         x: usize,
-        name: &str,
-        shape: &[usize],
+        image: Output,
         [extent, stride, padding]: [usize; 3],
     ) -> (i8, usize) {
         if padding == 0 {
             return (VALID, x);
         }
-        if shape[..2].iter().all(|size| is_same(*size, extent, stride, padding)) {
+        let &[height, width, channels] = image.shape else { return (SAME, x) };
+        if [height, width].iter().all(|size| is_same(*size, extent, stride, padding)) {
             return (SAME, x);
         }
         let pixels = padding as i32;
         let amounts = self.ints(&[4, 2], &[0, 0, pixels, pixels, pixels, pixels, 0, 0]);
-        let padded = [shape[0] + 2 * padding, shape[1] + 2 * padding, shape[2]];
         let mut inputs = vec![x, amounts];
         // The maximum of a window is never that of the padding.
         if builtin == PADV2 {
-            inputs.push(self.float(f32::MIN));
+            inputs.push(match image.quantization {
+                Some(quantization) => {
+                    let lowest = self.constant(INT8, &[], i8::MIN.to_le_bytes().into());
+                    self.tensors[lowest].quantization = Some(tensor_quantization(quantization));
+                    lowest
+                }
+                None => self.float(f32::MIN),
+            });
         }
         let options = Options::new(if builtin == PADV2 { 43 } else { 22 }, &[]);
-        (VALID, self.node(builtin, &inputs, &format!("{name}/padded"), &padded, options))
+        let shape = [height + 2 * padding, width + 2 * padding, channels];
+        (VALID, self.node(builtin, &inputs, Output { shape: &shape, ..image }, options))
     }
 
-    fn reshape(&mut self, x: usize, name: &str, shape: &[usize]) -> usize {
-        let dims: Vec<i32> = [-1].into_iter().chain(shape.iter().map(|dim| *dim as i32)).collect();
+    fn reshape(&mut self, x: usize, output: Output) -> usize {
+        let dims: Vec<i32> = [-1].into_iter().chain(output.shape.iter().map(|dim| *dim as i32)).collect();
         let dims = self.ints(&[dims.len()], &dims);
-        self.node(RESHAPE, &[x, dims], name, shape, Options::new(17, &[]))
+        self.node(RESHAPE, &[x, dims], output, Options::new(17, &[]))
     }
 
-    fn activation(&mut self, x: usize, act: Activation, name: &str, shape: &[usize]) -> usize {
+    fn activation(&mut self, x: usize, act: Activation, output: Output) -> usize {
         let none = Options::default;
         let gelu = |approximate| Options::new(116, &[Field::Bool(approximate)]);
         match act {
             Activation::Identity => x,
-            Activation::Relu => self.node(RELU, &[x], name, shape, none()),
-            Activation::Relu6 => self.node(RELU6, &[x], name, shape, none()),
-            Activation::Sigmoid => self.node(LOGISTIC, &[x], name, shape, none()),
-            Activation::Tanh => self.node(TANH, &[x], name, shape, none()),
+            Activation::Relu => self.node(RELU, &[x], output, none()),
+            Activation::Relu6 => self.node(RELU6, &[x], output, none()),
+            Activation::Sigmoid => self.node(LOGISTIC, &[x], output, none()),
+            Activation::Tanh => self.node(TANH, &[x], output, none()),
             Activation::Silu => {
-                let gate = self.node(LOGISTIC, &[x], &format!("{name}/gate"), shape, none());
-                self.node(MUL, &[x, gate], name, shape, Options::new(21, &[]))
+                let name = format!("{}/gate", output.name);
+                let gate = self.node(LOGISTIC, &[x], Output { name: &name, ..output }, none());
+                self.node(MUL, &[x, gate], output, Options::new(21, &[]))
             }
-            Activation::Gelu => self.node(GELU, &[x], name, shape, gelu(false)),
-            Activation::GeluTanh => self.node(GELU, &[x], name, shape, gelu(true)),
+            Activation::Gelu => self.node(GELU, &[x], output, gelu(false)),
+            Activation::GeluTanh => self.node(GELU, &[x], output, gelu(true)),
         }
     }
 
@@ -283,27 +384,35 @@ impl GraphBuilder {
         groups: usize,
         [weight, bias]: [TensorMapping; 2],
         act: Field,
-        name: &str,
-        shape: &[usize],
+        output: Output,
     ) -> usize {
+        let shape = output.shape;
         let (values, channels): (usize, _) = (shape.iter().product(), shape[shape.len() - 1]);
         let (grouped, mean_shape) = ([values / channels, groups, channels / groups], [1, groups, 1]);
-        let part = |part: &str| format!("{name}/{part}");
         let (add, mul, sub) = (Options::new(11, &[]), Options::new(21, &[]), Options::new(28, &[]));
         let keep = Options::new(27, &[Field::Bool(true)]);
         let (axes, eps) = (self.ints(&[2], &[1, 3]), self.float(group_norm::EPS as f32));
-        let x = self.reshape(x, &part("groups"), &grouped);
-        let mean = self.node(MEAN, &[x, axes], &part("mean"), &mean_shape, keep.clone());
-        let x = self.node(SUB, &[x, mean], &part("centered"), &grouped, sub);
-        let squares = self.node(MUL, &[x, x], &part("squares"), &grouped, mul.clone());
-        let var = self.node(MEAN, &[squares, axes], &part("variance"), &mean_shape, keep);
-        let var = self.node(ADD, &[var, eps], &part("variance_eps"), &mean_shape, add);
-        let scale = self.node(RSQRT, &[var], &part("scale"), &mean_shape, Options::default());
-        let x = self.node(MUL, &[x, scale], &part("normalized"), &grouped, mul.clone());
-        let x = self.reshape(x, &part("channels"), shape);
+        let mut step =
+            |builtin: Builtin, inputs: &[usize], part: &str, shape: &[usize], options: &Options| {
+                let name = format!("{}/{part}", output.name);
+                match builtin {
+                    RESHAPE => self.reshape(inputs[0], Output::float(&name, shape)),
+                    _ => self.node(builtin, inputs, Output::float(&name, shape), options.clone()),
+                }
+            };
+        let x = step(RESHAPE, &[x], "groups", &grouped, &keep);
+        let mean = step(MEAN, &[x, axes], "mean", &mean_shape, &keep);
+        let x = step(SUB, &[x, mean], "centered", &grouped, &sub);
+        let squares = step(MUL, &[x, x], "squares", &grouped, &mul);
+        let var = step(MEAN, &[squares, axes], "variance", &mean_shape, &keep);
+        let var = step(ADD, &[var, eps], "variance_eps", &mean_shape, &add);
+        let scale = step(RSQRT, &[var], "scale", &mean_shape, &Options::default());
+        let x = step(MUL, &[x, scale], "normalized", &grouped, &mul);
+        let x = step(RESHAPE, &[x], "channels", shape, &keep);
         let (weight, bias) = (self.parameter(weight), self.parameter(bias));
-        let x = self.node(MUL, &[x, weight], &part("scaled"), shape, mul);
-        self.node(ADD, &[x, bias], name, shape, Options::new(11, &[act]))
+        let name = format!("{}/scaled", output.name);
+        let x = self.node(MUL, &[x, weight], Output::float(&name, shape), mul);
+        self.node(ADD, &[x, bias], output, Options::new(11, &[act]))
     }
 
     /// An unknown category has the index after the last one, and a vector of zeros.
@@ -312,8 +421,7 @@ impl GraphBuilder {
         x: usize,
         num_numeric: usize,
         tables: Vec<TensorMapping>,
-        name: &str,
-        shape: &[usize],
+        output: Output,
     ) -> usize {
         let concatenation = |axis| Options::new(10, &[Field::Int(axis)]);
         let numeric = (num_numeric > 0).then_some(num_numeric);
@@ -322,7 +430,9 @@ impl GraphBuilder {
         let columns: Vec<usize> = widths
             .iter()
             .enumerate()
-            .map(|(at, width)| self.computed(&format!("{name}/column_{at}"), &[*width], FLOAT32))
+            .map(|(at, width)| {
+                self.computed(Output::float(&format!("{}/column_{at}", output.name), &[*width]), FLOAT32)
+            })
             .collect();
         let (sizes, axis) = (self.ints(&[sizes.len()], &sizes), self.ints(&[], &[1]));
         let splits = Options::new(79, &[Field::Int(columns.len() as i32)]);
@@ -331,21 +441,29 @@ impl GraphBuilder {
         let mut parts = numbers.to_vec();
         for (column, table) in categories.iter().zip(tables) {
             let (rows, width) = (table.shape[0], table.shape[1]);
-            let part = |part: &str| format!("{}/{part}", table.target);
+            let names = ["all", "index", "vectors", "vector"].map(|part| format!("{}/{part}", table.target));
+            let [all_rows, index, vectors, vector] = names;
             let zeros = self.constant(FLOAT32, &[1, width], vec![0; 4 * width]);
-            let (all_rows, index) = (part("all"), part("index"));
-            let (vectors, vector) = (part("vectors"), part("vector"));
             let table = self.parameter(table);
             let all = self.stored(all_rows, FLOAT32, &[rows + 1, width], TensorValues::Computed);
             self.emit(CONCATENATION, &[table, zeros], &[all], concatenation(0));
-            let indices = self.computed(&index, &[1], INT32);
+            let indices = self.computed(Output::float(&index, &[1]), INT32);
             let cast = Options::new(37, &[Field::Byte(FLOAT32), Field::Byte(INT32)]);
             self.emit(CAST, &[*column], &[indices], cast);
             let gather = Options::new(23, &[Field::Int(0)]);
-            let found = self.node(GATHER, &[all, indices], &vectors, &[1, width], gather);
-            parts.push(self.reshape(found, &vector, &[width]));
+            let found = self.node(GATHER, &[all, indices], Output::float(&vectors, &[1, width]), gather);
+            parts.push(self.reshape(found, Output::float(&vector, &[width])));
         }
-        self.node(CONCATENATION, &parts, name, shape, concatenation(1))
+        self.node(CONCATENATION, &parts, output, concatenation(1))
+    }
+}
+
+/// One scale for a whole tensor.
+fn tensor_quantization(quantization: AffineQuantization) -> TensorQuantization {
+    TensorQuantization {
+        scales: vec![quantization.scale],
+        zero_points: vec![quantization.zero_point.into()],
+        dimension: 0,
     }
 }
 
@@ -367,29 +485,61 @@ fn pool_options(window: &PoolGeometry, padding: i8, act: Field) -> Options {
     Options::new(5, &[Field::Byte(padding), stride, stride, size, size, act])
 }
 
+/// The values of a tensor as the file has them.
+pub(super) struct Encoded {
+    pub bytes: Vec<u8>,
+    /// If they are integers.
+    pub quantization: Option<TensorQuantization>,
+}
+
 impl TensorValues {
-    /// The values as the file has them; `None` for those that are computed.
+    /// `None` for values that are computed.
     pub(super) fn read(
         &self,
         network: &FoldedNetwork,
         files: &WeightFiles,
-    ) -> Result<Option<Vec<u8>>, ExportError> {
-        let bytes = |values: Vec<f32>| Some(values.iter().flat_map(|value| value.to_le_bytes()).collect());
-        Ok(match self {
-            Self::Computed => None,
-            Self::Constant(bytes) => Some(bytes.clone()),
-            Self::Parameter(mapping) => bytes(mapping.read(files)?),
-            Self::Weight(at) | Self::Bias(at) => {
-                let op = &network.operators[*at].op;
-                let (Op::Conv(_, weights) | Op::Linear(weights)) = op else { return Ok(None) };
-                let (weight, bias) = weights.read(files)?;
-                match self {
-                    Self::Bias(_) => bytes(bias),
-                    _ => {
-                        let spec = weights.weight;
-                        bytes(TensorMapping::new("", spec, weight_transform(op)).apply(weight))
+    ) -> Result<Option<Encoded>, ExportError> {
+        let floats = |values: Vec<f32>| {
+            let bytes = values.iter().flat_map(|value| value.to_le_bytes()).collect();
+            Some(Encoded { bytes, quantization: None })
+        };
+        let (at, input_scale) = match self {
+            Self::Computed => return Ok(None),
+            Self::Constant(bytes) => return Ok(Some(Encoded { bytes: bytes.clone(), quantization: None })),
+            Self::Parameter(mapping) => return Ok(floats(mapping.read(files)?)),
+            Self::Weight(at, input_scale) | Self::Bias(at, input_scale) => (*at, *input_scale),
+        };
+        let op = &network.operators[at].op;
+        let (Op::Conv(_, weights) | Op::Linear(weights)) = op else { return Ok(None) };
+        let (weight, bias) = weights.read(files)?;
+        let mapping = TensorMapping::new("", weights.weight, weight_transform(op));
+        Ok(match (self, input_scale) {
+            (Self::Bias(..), None) => floats(bias),
+            (_, None) => floats(mapping.apply(weight)),
+            (_, Some(input_scale)) => {
+                let (quantized, scales) = quantize_rows(&weight, weights.outputs());
+                let zero_points = vec![0; scales.len()];
+                Some(match self {
+                    Self::Bias(..) => {
+                        let scales: Vec<f32> = scales.iter().map(|scale| scale * input_scale).collect();
+                        let bytes =
+                            quantize_bias(&bias, &scales).iter().flat_map(|v| v.to_le_bytes()).collect();
+                        Encoded {
+                            bytes,
+                            quantization: Some(TensorQuantization { scales, zero_points, dimension: 0 }),
+                        }
                     }
-                }
+                    _ => {
+                        let floats = quantized.iter().map(|value| f32::from(*value)).collect();
+                        let bytes = mapping.apply(floats).iter().map(|value| *value as i8 as u8).collect();
+                        // A depthwise weight has its outputs last.
+                        let dimension = if mapping.transform == DEPTHWISE { 3 } else { 0 };
+                        Encoded {
+                            bytes,
+                            quantization: Some(TensorQuantization { scales, zero_points, dimension }),
+                        }
+                    }
+                })
             }
         })
     }

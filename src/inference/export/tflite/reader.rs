@@ -8,6 +8,7 @@ use super::super::error::ExportError;
 use super::super::weights::{TensorMapping, WeightDtype};
 use super::schema::{FLOAT32, INT8, INT32, TensorQuantization};
 use crate::base::regular_file;
+use crate::inference::quantization::AffineQuantization;
 
 /// A table, by its position in the file.
 #[derive(Clone, Copy)]
@@ -127,6 +128,20 @@ impl Reader {
             Some(quantization) => dequantized(values, &mapping.shape, quantization),
             None => values,
         })
+    }
+}
+
+impl Reader {
+    /// How the values of an activation are stored.
+    pub(in super::super) fn activation(&self, name: &str) -> Result<AffineQuantization, ExportError> {
+        let stored = self.stored(name)?;
+        let found = stored.quantization.as_ref().and_then(|quantization| {
+            let zero_point = i8::try_from(*quantization.zero_points.first()?).ok()?;
+            Some(AffineQuantization { scale: *quantization.scales.first()?, zero_point })
+        });
+        found
+            .filter(|found| found.scale.is_normal() && found.scale > 0.0)
+            .ok_or_else(|| ExportError::read_back(&self.path, format!("`{name}` is not quantized")))
     }
 }
 

@@ -28,6 +28,7 @@ pub(super) const ADD: Builtin = builtin(0, 2);
 pub(super) const CONCATENATION: Builtin = builtin(2, 1);
 pub(super) const CONV_2D: Builtin = builtin(3, 3);
 pub(super) const DEPTHWISE_CONV_2D: Builtin = builtin(4, 3);
+pub(super) const DEQUANTIZE: Builtin = builtin(6, 2);
 pub(super) const FULLY_CONNECTED: Builtin = builtin(9, 4);
 pub(super) const LOGISTIC: Builtin = builtin(14, 1);
 pub(super) const MAX_POOL_2D: Builtin = builtin(17, 2);
@@ -45,6 +46,7 @@ pub(super) const CAST: Builtin = builtin(53, 1);
 pub(super) const PADV2: Builtin = builtin(60, 2);
 pub(super) const RSQRT: Builtin = builtin(76, 1);
 pub(super) const SPLIT_V: Builtin = builtin(102, 1);
+pub(super) const QUANTIZE: Builtin = builtin(114, 1);
 pub(super) const GELU: Builtin = builtin(150, 1);
 
 /// Codes up to this one are also in the field that came first.

@@ -1,0 +1,210 @@
+//! What to export to: formats, types of weights, and which of them go together.
+
+use std::path::PathBuf;
+use std::str::FromStr;
+
+use super::error::ExportError;
+use super::gguf::Quantization;
+use super::weights::WeightDtype;
+use crate::inference::quantization::ClipMethod;
+
+/// The files to export to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ExportFormat {
+    Hf,
+    Safetensors,
+    Gguf,
+    Onnx,
+    Tflite,
+}
+
+impl ExportFormat {
+    pub const ALL: [Self; 5] = [Self::Hf, Self::Safetensors, Self::Gguf, Self::Onnx, Self::Tflite];
+
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Hf => "hf",
+            Self::Safetensors => "safetensors",
+            Self::Gguf => "gguf",
+            Self::Onnx => "onnx",
+            Self::Tflite => "tflite",
+        }
+    }
+
+    /// Whether models of this kind have a form in the format.
+    pub fn supports(self, kind: &str) -> bool {
+        match self {
+            Self::Safetensors | Self::Onnx => true,
+            Self::Hf => matches!(kind, "gpt" | "llama" | "bert" | "vit" | "resnet" | "mobilenet"),
+            Self::Gguf => matches!(kind, "gpt" | "llama"),
+            Self::Tflite => matches!(kind, "mlp" | "cnn" | "resnet" | "mobilenet"),
+        }
+    }
+
+    /// The types that its weights may have.
+    pub fn dtypes(self) -> &'static [WeightDtype] {
+        if self == Self::Tflite { &[WeightDtype::F32] } else { &WeightDtype::ALL }
+    }
+
+    /// The formats for models of this kind.
+    pub fn of_kind(kind: &str) -> impl Iterator<Item = Self> {
+        Self::ALL.into_iter().filter(move |format| format.supports(kind))
+    }
+}
+
+/// A word that names no option.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("`{word}` is none of {}", expected.join(", "))]
+pub struct UnknownWord {
+    word: String,
+    expected: Vec<&'static str>,
+}
+
+/// The option called `word` among `all`.
+fn by_name<T: Copy>(word: &str, all: &[T], name: impl Fn(T) -> &'static str) -> Result<T, UnknownWord> {
+    let unknown =
+        || UnknownWord { word: word.to_owned(), expected: all.iter().map(|one| name(*one)).collect() };
+    all.iter().copied().find(|one| name(*one) == word).ok_or_else(unknown)
+}
+
+impl FromStr for ExportFormat {
+    type Err = UnknownWord;
+
+    fn from_str(word: &str) -> Result<Self, UnknownWord> {
+        by_name(word, &Self::ALL, Self::name)
+    }
+}
+
+impl FromStr for WeightDtype {
+    type Err = UnknownWord;
+
+    fn from_str(word: &str) -> Result<Self, UnknownWord> {
+        by_name(word, &Self::ALL, Self::name)
+    }
+}
+
+impl FromStr for QuantizedType {
+    type Err = UnknownWord;
+
+    fn from_str(word: &str) -> Result<Self, UnknownWord> {
+        by_name(word, &Self::all(), Self::name)
+    }
+}
+
+impl FromStr for ClipMethod {
+    type Err = UnknownWord;
+
+    fn from_str(word: &str) -> Result<Self, UnknownWord> {
+        by_name(word, &Self::ALL, Self::name)
+    }
+}
+
+/// What a model is quantized to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum QuantizedType {
+    /// 8-bit weights with a scale per output, and activations whose ranges are calibrated.
+    Int8,
+    /// The blocks of a GGUF file.
+    Gguf(Quantization),
+}
+
+impl QuantizedType {
+    pub fn all() -> Vec<Self> {
+        [Self::Int8].into_iter().chain(Quantization::ALL.map(Self::Gguf)).collect()
+    }
+
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Int8 => "int8",
+            Self::Gguf(quantization) => quantization.name(),
+        }
+    }
+
+    /// The formats that have a form of it.
+    pub fn formats(self) -> &'static [ExportFormat] {
+        match self {
+            Self::Int8 => &[ExportFormat::Onnx, ExportFormat::Tflite],
+            Self::Gguf(_) => &[ExportFormat::Gguf],
+        }
+    }
+
+    /// The kinds of models that have a form of it in its formats.
+    pub fn supports(self, kind: &str) -> bool {
+        match self {
+            Self::Int8 => INT8_KINDS.contains(&kind),
+            Self::Gguf(_) => true,
+        }
+    }
+
+    /// Those of a format.
+    pub fn of_format(format: ExportFormat) -> impl Iterator<Item = Self> {
+        Self::all().into_iter().filter(move |quantized| quantized.formats().contains(&format))
+    }
+}
+
+/// Models whose layers have a form in 8-bit integers.
+pub(super) const INT8_KINDS: [&str; 4] = ["mlp", "cnn", "resnet", "mobilenet"];
+
+/// What to export to.
+#[derive(Clone, Debug)]
+pub struct ExportOptions {
+    pub format: ExportFormat,
+    /// Without it, f16 for GGUF and f32 elsewhere.
+    pub dtype: Option<WeightDtype>,
+    pub quantize: Option<QuantizedType>,
+    pub folder: PathBuf,
+    /// Replace a folder that has content.
+    pub force: bool,
+    /// Memory that the conversion may take, in bytes.
+    pub max_bytes: u64,
+}
+
+impl ExportOptions {
+    /// The type of weights that are not quantized.
+    pub fn dtype(&self) -> WeightDtype {
+        self.dtype.unwrap_or(match self.format {
+            ExportFormat::Gguf => WeightDtype::F16,
+            _ => WeightDtype::F32,
+        })
+    }
+
+    /// The type of the weights, for people.
+    pub fn type_name(&self) -> &'static str {
+        self.quantize.map_or_else(|| self.dtype().name(), QuantizedType::name)
+    }
+
+    /// Refuses what the format has no form for, before anything is read.
+    pub fn check(&self, kind: &'static str) -> Result<(), ExportError> {
+        if !self.format.supports(kind) {
+            return Err(ExportError::UnsupportedPair { kind, format: self.format });
+        }
+        match (self.quantize, self.dtype) {
+            (Some(quantized), _) if !quantized.formats().contains(&self.format) => {
+                Err(ExportError::QuantizationFormat { quantized, format: self.format })
+            }
+            (Some(quantized), _) if !quantized.supports(kind) => {
+                Err(ExportError::QuantizationKind { quantized, kind })
+            }
+            (Some(quantized), Some(dtype)) => {
+                Err(ExportError::TwoTypes { dtype: dtype.name(), quantization: quantized.name() })
+            }
+            (None, Some(dtype)) if !self.format.dtypes().contains(&dtype) => {
+                Err(ExportError::UnsupportedDtype { dtype: dtype.name(), format: self.format })
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// The blocks of a GGUF file, if they are asked for.
+    pub(super) fn blocks(&self) -> Option<Quantization> {
+        match self.quantize {
+            Some(QuantizedType::Gguf(quantization)) => Some(quantization),
+            _ => None,
+        }
+    }
+
+    /// Whether activations are quantized too.
+    pub(super) fn is_int8(&self) -> bool {
+        self.quantize == Some(QuantizedType::Int8)
+    }
+}
