@@ -85,9 +85,9 @@ quickstart *ARGS:
 [group('prove')]
 fuzz TARGET="job" SECONDS="60":
     python3 fuzz/seeds.py {{ TARGET }}
-    cd fuzz && RUSTC_WRAPPER="$PWD/instrument" cargo build {{ if TARGET =~ "state|safetensors" { "--features checkpoint" } else { "" } }}
+    cd fuzz && RUSTC_WRAPPER="$PWD/instrument" cargo build
     mkdir -p fuzz/artifacts
-    cd fuzz && TARGET={{ TARGET }} target/debug/{{ if TARGET =~ "state|safetensors" { "fuzz-checkpoint" } else { "fuzz" } }} corpus/{{ TARGET }} -max_total_time={{ SECONDS }} \
+    cd fuzz && TARGET={{ TARGET }} target/debug/fuzz corpus/{{ TARGET }} -max_total_time={{ SECONDS }} \
         -rss_limit_mb=2048 -malloc_limit_mb=512 -timeout=20 -max_len=4096 -artifact_prefix=artifacts/{{ TARGET }}- -print_final_stats=1
 
 # kill runs at random points and resume them, TRIALS times

@@ -8,9 +8,11 @@ import pathlib
 import struct
 import sys
 import tarfile
+import zipfile
 import zlib
 
 ROOT = pathlib.Path(__file__).resolve().parent
+FILES = ROOT.parent / "tests" / "data"
 DATA = pathlib.Path(os.environ.get("TRAINER_DATA", ROOT.parent.parent / "shared/data"))
 
 
@@ -30,6 +32,14 @@ def tar():
             member = tarfile.TarInfo(name)
             member.size = len(data)
             archive.addfile(member, io.BytesIO(data))
+    return out.getvalue()
+
+
+def zipped():
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name in ["cat/1.png", "dog/2.png"]:
+            archive.writestr(name, png())
     return out.getvalue()
 
 
@@ -91,13 +101,23 @@ SEEDS = {
     ],
     "job": lambda: [path.read_bytes() + b"\ntrain.batch_size=3" for path in (ROOT.parent / "configs").glob("*.toml")],
     "csv": lambda: [b"a,b,y\n" + b"1,x,0\n2.5,\"q,\"\"r\",1\n" * 5, b"a\ty\r\n1\t2\r\n\r\n3\tNA\r\n" * 3],
-    # fuzz/main.rs writes more of them.
-    "parquet": lambda: [path.read_bytes() for path in DATA.rglob("*.parquet") if path.stat().st_size < 100_000]
-    + [path.read_bytes() for path in (ROOT.parent / "tests" / "data").glob("*.feather")],
+    "json": lambda: [path.read_bytes() for path in FILES.glob("*.json*") if path.stat().st_size < 4_000],
+    "parquet": lambda: [
+        path.read_bytes() for kind in ("parquet", "feather", "arrow") for path in FILES.rglob(f"*.{kind}")
+        if path.stat().st_size < 20_000
+    ],
     "idx": lambda: [idx(), idx(2, 5)],
+    "zip": lambda: [zipped()],
     "tar": lambda: [tar(), zlib.compress(tar(), wbits=31)],
-    "images": lambda: [png(), png(9)] + [path.read_bytes() for path in sorted(DATA.rglob("*.[jJ][pP][gG]"))[:20]],
-    "jsonl": lambda: [chat(("user", "Hi"), ("assistant", "Yo")) * 3, b'{"text": "a\\u00e9"}\n[1]\n'],
+    "images": lambda: [png(), png(9)]
+    + [path.read_bytes() for path in sorted((FILES / "images").rglob("*.*")) if path.stat().st_size < 4_000]
+    + [path.read_bytes() for path in sorted(DATA.rglob("*.[jJ][pP][gG]"))[:20]],
+    "jsonl": lambda: [b'{"text": "a\\u00e9"}\n[1]\n' * 3],
+    "chat": lambda: [
+        chat(("user", "Hi"), ("assistant", "Yo")) * 3,
+        b'{"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}\n' * 3,
+        b'{"instruction": "a", "input": "b", "output": "c"}\n' * 3,
+    ],
     "text": lambda: ["some text, Über 12\n".encode() * 9],
     "template": lambda: [
         b"{% for m in messages %}{{ '<|' + m.role + '|>' + m.content | trim }}{% endfor %}{% if add_generation_prompt %}x{% endif %}",

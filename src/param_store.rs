@@ -95,8 +95,8 @@ impl ParamStore {
         }
     }
 
-    /// A copy of the master weights in a buffer of its own. `Tensor::copy` would copy the buffer that they are a view of,
-    /// with all frozen parameters.
+    /// A copy of the master weights in a buffer of its own. `Tensor::copy` would copy the buffer that they are a view
+    /// of, with all frozen parameters.
     pub fn copy_master_weights(&self) -> Result<Tensor> {
         let copy = zeros(
             self.master_weights.elem_count(),

@@ -51,6 +51,8 @@ pub struct TensorSpec {
     pub shape: Vec<usize>,
     pub init: ParamInit,
     pub memory_format: MemoryFormat,
+    /// Its rows are looked up or added, not multiplied: an embedding.
+    pub is_table: bool,
 }
 
 impl TensorSpec {
@@ -93,10 +95,12 @@ pub(crate) struct Placement {
     trained: bool,
     /// 0, or one more than the index of the job's group.
     group: usize,
+    /// `[prune]` may set its weights to zero.
+    pruned: bool,
 }
 
 impl Placement {
-    const DEFAULT: Self = Self { trained: true, group: 0 };
+    const DEFAULT: Self = Self { trained: true, group: 0, pruned: false };
 }
 
 impl ParamRegistry {
@@ -113,7 +117,8 @@ impl ParamRegistry {
     fn declare(&mut self, spec: TensorSpec) -> ParamId {
         let aliases = self.aliases.iter().filter(|(name, _)| *name == spec.name).map(|(_, alias)| alias);
         let names: Vec<&str> = std::iter::once(&spec.name).chain(aliases).map(String::as_str).collect();
-        let placement = self.rules.place(&names);
+        let is_matrix = spec.shape.len() >= 2 && !spec.is_table;
+        let placement = self.rules.place(&names, is_matrix);
         let id = ParamId { index: self.params.len(), trained: placement.trained };
         self.params.push(spec);
         self.placements.push(placement);
@@ -127,13 +132,24 @@ impl ParamRegistry {
         init: ParamInit,
     ) -> ParamId {
         let (name, shape, memory_format) = (name.into(), shape.into(), MemoryFormat::Contiguous);
-        self.declare(TensorSpec { name, shape, init, memory_format })
+        self.declare(TensorSpec { name, shape, init, memory_format, is_table: false })
+    }
+
+    /// A parameter whose rows are looked up or added: an embedding.
+    pub fn table(
+        &mut self,
+        name: impl Into<String>,
+        shape: impl Into<Vec<usize>>,
+        init: ParamInit,
+    ) -> ParamId {
+        let (name, shape, memory_format) = (name.into(), shape.into(), MemoryFormat::Contiguous);
+        self.declare(TensorSpec { name, shape, init, memory_format, is_table: true })
     }
 
     /// A convolution weight, declared as (out, in, height, width).
     pub fn conv_weight(&mut self, name: impl Into<String>, shape: [usize; 4], init: ParamInit) -> ParamId {
         let (name, shape, memory_format) = (name.into(), shape.into(), MemoryFormat::ChannelsLast);
-        self.declare(TensorSpec { name, shape, init, memory_format })
+        self.declare(TensorSpec { name, shape, init, memory_format, is_table: false })
     }
 
     /// A statistic that the forward pass updates, not the optimizer.
@@ -143,18 +159,21 @@ impl ParamRegistry {
             shape: vec![len],
             init: ParamInit::Constant(initial),
             memory_format: MemoryFormat::Contiguous,
+            is_table: false,
         });
         StatId(self.stats.len() - 1)
     }
 
-    /// Checks that every rule matches a parameter, and that one is trained.
+    /// Checks that every rule matches a parameter, that one is trained and, if the job prunes, that one is pruned.
     pub fn check_rules(&self) -> Result<(), RulesError> {
         let names = self.params.iter().map(|spec| spec.name.as_str());
         self.rules
             .check(&names.chain(self.aliases.iter().map(|(_, alias)| alias.as_str())).collect::<Vec<_>>())?;
-        match self.placements.is_empty() || self.placements.iter().any(|placement| placement.trained) {
-            true => Ok(()),
-            false => Err(RulesError::AllFrozen),
+        let any = |is: fn(&Placement) -> bool| self.placements.is_empty() || self.placements.iter().any(is);
+        match (any(|placement| placement.trained), any(|placement| placement.pruned)) {
+            (false, _) => Err(RulesError::AllFrozen),
+            (true, false) if self.rules.prunes() => Err(RulesError::NothingPruned),
+            _ => Ok(()),
         }
     }
 
@@ -187,6 +206,8 @@ pub struct FlatLayout {
     specs: Vec<TensorSpec>,
     /// Offset of each, in declaration order.
     offsets: Vec<usize>,
+    /// Whether `[prune]` may set weights to zero, in declaration order.
+    pruned: Vec<bool>,
     /// Indices in buffer order.
     buffer_order: Vec<usize>,
     /// Number of values in the buffer.
@@ -213,7 +234,7 @@ impl FlatLayout {
     fn new(specs: Vec<TensorSpec>, placements: &[Placement], rules: &ParamRules) -> Self {
         let mut buffer_order: Vec<usize> = (0..specs.len()).collect();
         buffer_order.sort_by_key(|&i| {
-            let Placement { trained, group } = placements[i];
+            let Placement { trained, group, .. } = placements[i];
             (!trained, if trained { group } else { 0 }, specs[i].shape.len() < 2, &specs[i].name)
         });
         let (mut len, mut trained_len) = (0, 0);
@@ -222,7 +243,7 @@ impl FlatLayout {
         for &i in &buffer_order {
             offsets[i] = len;
             len += specs[i].len();
-            let Placement { trained: true, group: number } = placements[i] else { continue };
+            let Placement { trained: true, group: number, .. } = placements[i] else { continue };
             trained_len = len;
             if groups.last().is_none_or(|(last, _)| *last != number) {
                 groups.push((number, rules.new_group(number, offsets[i])));
@@ -235,7 +256,8 @@ impl FlatLayout {
             }
         }
         let groups = groups.into_iter().map(|(_, group)| group).collect();
-        Self { specs, offsets, buffer_order, len, trained_len, groups }
+        let pruned = placements.iter().map(|placement| placement.pruned).collect();
+        Self { specs, offsets, pruned, buffer_order, len, trained_len, groups }
     }
 
     /// Specs and ranges in buffer order.
@@ -248,6 +270,17 @@ impl FlatLayout {
     /// The trained ones of [`iter`](Self::iter).
     pub fn trained(&self) -> impl Iterator<Item = (&TensorSpec, Range<usize>)> {
         self.iter().take_while(|(_, range)| range.start < self.trained_len)
+    }
+
+    /// The ones of [`trained`](Self::trained) that `[prune]` may set weights of to zero.
+    pub fn pruned(&self) -> impl Iterator<Item = (&TensorSpec, Range<usize>)> {
+        let pruned = self.buffer_order.iter().map(|&i| self.pruned[i]);
+        self.iter().zip(pruned).filter_map(|(param, pruned)| pruned.then_some(param))
+    }
+
+    /// Number of values in [`pruned`](Self::pruned).
+    pub fn pruned_len(&self) -> usize {
+        self.pruned().map(|(_, range)| range.len()).sum()
     }
 
     /// The frozen ones of [`iter`](Self::iter), with ranges that count from the first of them.

@@ -52,6 +52,30 @@ pub fn job_folder(job: impl AsRef<[u8]>) -> TempDir {
     folder
 }
 
+/// A job that trains in a moment: an MLP on generated images of 16 x 16 pixels. `keys` are lines of dotted TOML, such as
+/// `train.steps = 30`, that add to its keys or replace them.
+pub fn mlp_job(keys: &[&str]) -> String {
+    const KEYS: [&str; 8] = [
+        "model.kind = 'mlp'",
+        "model.hidden = [16]",
+        "data.kind = 'shapes'",
+        "data.train_samples = 256",
+        "data.valid_samples = 32",
+        "data.image_size = 16",
+        "train.batch_size = 16",
+        "log.every_steps = 1",
+    ];
+    let key = |line: &str| line.split_once(" = ").expect("a line is `key = value`").0.to_owned();
+    let mut lines = KEYS.to_vec();
+    for line in keys {
+        match lines.iter_mut().find(|other| key(other) == key(line)) {
+            Some(other) => *other = line,
+            None => lines.push(line),
+        }
+    }
+    lines.join("\n")
+}
+
 /// The program in a folder, with the process part of plans fixed at 0 bytes: plans are the same on every machine.
 pub fn command(folder: &Path, args: &[&str]) -> Command {
     let mut command = measured_command(folder, args);

@@ -9,33 +9,17 @@ use serde_json::{Value, json};
 use tempfile::TempDir;
 
 use crate::harness::{
-    command, events, events_so_far, finish, job_folder, last, losses, named, names, read_json, trainer,
+    command, events, events_so_far, finish, job_folder, last, losses, mlp_job, named, names, read_json,
+    trainer,
 };
 
-const JOB: &str = "\
-name = \"seen\"
-
-[model]
-kind = \"mlp\"
-hidden = [8]
-
-[data]
-kind = \"shapes\"
-train_samples = 96
-valid_samples = 32
-image_size = 16
-
-[train]
-batch_size = 16
-epochs = 2
-
-[log]
-every_steps = 1
-";
+fn job() -> String {
+    mlp_job(&["name = 'seen'", "model.hidden = [8]", "data.train_samples = 96", "train.epochs = 2"])
+}
 
 /// Two runs of a job that differ in their learning rate.
 fn two_runs() -> TempDir {
-    let folder = job_folder(JOB);
+    let folder = job_folder(job());
     for (run, lr) in [("runs/a", "optimizer.lr=0.001"), ("runs/b", "optimizer.lr=0.01")] {
         trainer(folder.path(), &["fit", "job.toml", "--run-dir", run, "--set", lr, "-q"]).expect(0);
     }
@@ -135,7 +119,7 @@ fn several_runs_are_listed_compared_and_overlaid() {
 
 #[test]
 fn a_run_without_a_report_has_none() {
-    let folder = job_folder(JOB);
+    let folder = job_folder(job());
     trainer(folder.path(), &["fit", "job.toml", "--run-dir", "run", "-q", "--set", "log.report=false"])
         .expect(0);
     assert!(!folder.path().join("run/report.html").exists());
@@ -144,7 +128,7 @@ fn a_run_without_a_report_has_none() {
 /// Nothing can be written where a folder stands; the run is complete without its page.
 #[test]
 fn a_report_that_cannot_be_written_is_a_warning() {
-    let folder = job_folder(JOB);
+    let folder = job_folder(job());
     fs::create_dir_all(folder.path().join("run/report.html/x")).unwrap();
     let done = trainer(folder.path(), &["fit", "job.toml", "--run-dir", "run", "-q"]).expect(0);
     assert!(done.stderr.contains("warning: cannot write `run/report.html`"), "{}", done.stderr);
@@ -153,7 +137,7 @@ fn a_report_that_cannot_be_written_is_a_warning() {
 
 #[test]
 fn folders_that_are_no_runs_are_named() {
-    let folder = job_folder(JOB);
+    let folder = job_folder(job());
     fs::create_dir(folder.path().join("empty")).unwrap();
     let failed = |args: &[&str]| trainer(folder.path(), args).expect(2).stderr;
     for command in ["report", "watch"] {
@@ -169,7 +153,7 @@ fn folders_that_are_no_runs_are_named() {
         failed(&["runs", "job.toml"]).starts_with("error: `job.toml` is not the folder of a run\n  hint: ")
     );
     fs::create_dir_all(folder.path().join("begun/checkpoints")).unwrap();
-    fs::write(folder.path().join("begun/job.toml"), JOB).unwrap();
+    fs::write(folder.path().join("begun/job.toml"), job()).unwrap();
     assert!(failed(&["report", "begun"]).starts_with("error: the run `begun` has no events yet\n  hint: "));
     let json = trainer(folder.path(), &["report", "empty", "--json"]).expect(2).json();
     assert_eq!(json["error"]["exit_code"], 2);
@@ -206,7 +190,7 @@ fn damaged_lines_and_newer_events_are_skipped_and_said() {
 
 #[test]
 fn a_running_run_is_told_apart_from_a_killed_one() {
-    let folder = job_folder(JOB);
+    let folder = job_folder(job());
     let run = folder.path().join("runs/a");
     let args = ["fit", "job.toml", "--run-dir", "runs/a", "-q", "--set", "train.epochs=1000000"];
     let mut child = command(folder.path(), &args).spawn().unwrap();

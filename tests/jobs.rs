@@ -4,7 +4,9 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use clap::CommandFactory;
 use proptest::prelude::*;
+use trainer::cli::Cli;
 use trainer::job::{self, Job};
 
 use crate::harness::{Finished, assert_snapshot, command, finish, job_folder, root};
@@ -61,7 +63,6 @@ fn a_plan_is_a_verdict_with_reasons() {
     snapshot("plan_json", GOOD, &["plan", "job.toml", "--ram", "7164KiB", "--json"]);
     snapshot("plan_frozen_without_lock", GOOD, &["plan", "job.toml", "--ram", "7164KiB", "--frozen"]);
     snapshot("plan_no_gpu", GOOD, &["plan", "job.toml", "--vram", "0B"]);
-    snapshot("help_plan", GOOD, &["plan", "--help"]);
 }
 
 #[test]
@@ -133,6 +134,19 @@ fn patterns_match_parameters() {
     check("groups_mistakes", &format!("{GOOD}[[train.groups]]\nparam = \"*\"\nlr_scale = 0\n"));
     let job = format!("{GOOD}freeze = [\"*\", \"!layers.1\"]\n");
     snapshot("plan_with_frozen_parameters", job, &["plan", "job.toml", "--ram", "1GiB"]);
+}
+
+#[test]
+fn pruning_that_cannot_be() {
+    let prune = |keys: &str| format!("{GOOD}[prune]\n{keys}\n");
+    check("prune_backwards", &prune("initial = 0.9\nfinal = 0.8\nbegin_step = 100\nend_step = 50"));
+    check("prune_constant", &prune("schedule = \"constant\"\ninitial = 0.1\nfinal = 0.5\nend_step = 9"));
+    check("prune_range", &prune("initial = -0.1\nfinal = 1.0\nend_step = 0\npower = 0\nscope = \"layer\""));
+    check("prune_no_end", &prune("final = 0.8"));
+    check("prune_no_match", &prune("final = 0.8\nend_step = 50\nskip = [\"layers.1\", \"layer.0\"]"));
+    check("prune_nothing", &prune("final = 0.8\nend_step = 50\nskip = \"*.weight\""));
+    check("prune_cut_short", &prune("initial = 0.5\nfinal = 0.8\nend_step = 5000"));
+    check("prune_after_the_end", &prune("final = 0.8\nend_step = 50").replace("epochs = 2", "steps = 20"));
 }
 
 #[test]
@@ -224,25 +238,8 @@ fn usage() {
     snapshot("flag_of_other_tools", GOOD, &["fit", "job.toml", "--gpus", "2"]);
     snapshot("unknown_device", "", &["probe", "--device", "gpu"]);
     snapshot("help", "", &["--help"]);
-    for name in [
-        "fit",
-        "check",
-        "eval",
-        "predict",
-        "generate",
-        "export",
-        "verify",
-        "probe",
-        "schema",
-        "init",
-        "completions",
-        "runs",
-        "compare",
-        "report",
-        "watch",
-        "tune",
-        "profile",
-    ] {
+    for command in Cli::command().get_subcommands() {
+        let name = command.get_name();
         snapshot(&format!("help_{name}"), "", &[name, "--help"]);
     }
 }

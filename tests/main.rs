@@ -4,6 +4,7 @@
 //! memory of its own process runs in a child (`harness::ran_in_own_process`).
 
 mod bounds;
+mod cuda_signatures;
 mod decoding;
 mod dispatch;
 mod docs;
@@ -19,6 +20,7 @@ mod freeze;
 mod generate;
 mod harness;
 mod history;
+mod hostile_files;
 mod images;
 mod imports;
 mod inference;
@@ -32,6 +34,7 @@ mod mlflow;
 mod oracles;
 mod plans;
 mod profile;
+mod prune;
 mod random;
 mod reference;
 mod runs;

@@ -6,29 +6,20 @@ use std::sync::{Arc, Mutex};
 
 use serde_json::{Value, json};
 
-use crate::harness::{command, finish, job_folder, read_json, trainer};
+use crate::harness::{command, finish, job_folder, mlp_job, read_json, trainer};
 
-const JOB: &str = "
-name = 'tracked'
-[model]
-kind = 'mlp'
-hidden = [8]
-[data]
-kind = 'shapes'
-train_samples = 64
-valid_samples = 32
-image_size = 16
-[train]
-batch_size = 8
-steps = 20
-[checkpoint]
-every_steps = 5
-[eval]
-every_steps = 10
-[log]
-every_steps = 1
-tensorboard = false
-";
+fn job() -> String {
+    mlp_job(&[
+        "name = 'tracked'",
+        "model.hidden = [8]",
+        "data.train_samples = 64",
+        "train.batch_size = 8",
+        "train.steps = 20",
+        "checkpoint.every_steps = 5",
+        "eval.every_steps = 10",
+        "log.tensorboard = false",
+    ])
+}
 
 type Requests = Arc<Mutex<Vec<(String, Value)>>>;
 
@@ -95,7 +86,7 @@ fn steps(requests: &Requests, key: &str) -> Vec<u64> {
 #[test]
 fn a_resumed_run_continues_its_mlflow_run_and_sends_every_step_once() {
     let (uri, requests) = server();
-    let folder = job_folder(JOB);
+    let folder = job_folder(job());
     let set = format!("log.mlflow={uri}");
     let fit = ["fit", "job.toml", "--run-dir", "run", "--resume", "--set", &set, "-q"];
     for max_steps in ["7", "14", "20"] {
@@ -132,7 +123,7 @@ fn a_resumed_run_continues_its_mlflow_run_and_sends_every_step_once() {
 #[test]
 fn a_killed_run_sends_what_was_not_sent() {
     let (uri, requests) = server();
-    let folder = job_folder(JOB);
+    let folder = job_folder(job());
     let set = format!("log.mlflow={uri}");
     let mut fit = command(folder.path(), &["fit", "job.toml", "--run-dir", "run", "--set", &set, "-q"]);
     finish(fit.env("TRAINER_FAULT_CRASH", "kill:12")).expect(0);
@@ -143,7 +134,7 @@ fn a_killed_run_sends_what_was_not_sent() {
 #[test]
 fn a_server_that_is_down_is_a_warning() {
     let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
-    let folder = job_folder(JOB);
+    let folder = job_folder(job());
     let set = format!("log.mlflow=http://127.0.0.1:{port}");
     let done = trainer(folder.path(), &["fit", "job.toml", "--run-dir", "run", "--set", &set]).expect(0);
     assert!(done.stderr.contains("metrics not sent"), "{}", done.stderr);

@@ -13,31 +13,19 @@ use rustix::process::{Pid, Signal, kill_process, kill_process_group};
 use serde_json::Value;
 
 use crate::harness::{
-    Finished, children, command, events_so_far, finish, is_alive, job_folder, measured_command, named,
-    read_json, skip, tensors, through_shell, trainer,
+    Finished, children, command, events_so_far, finish, is_alive, job_folder, measured_command, mlp_job,
+    named, read_json, skip, tensors, through_shell, trainer,
 };
 
-const JOB: &str = "
-seed = 7
-[model]
-kind = 'mlp'
-hidden = [16]
-dropout = 0.1
-[data]
-kind = 'shapes'
-train_samples = 256
-valid_samples = 32
-image_size = 16
-[train]
-batch_size = 16
-steps = 30
-[checkpoint]
-every_steps = 5
-[eval]
-every_steps = 10
-[log]
-every_steps = 1
-";
+fn job() -> String {
+    mlp_job(&[
+        "seed = 7",
+        "model.dropout = 0.1",
+        "train.steps = 30",
+        "checkpoint.every_steps = 5",
+        "eval.every_steps = 10",
+    ])
+}
 
 fn fit(folder: &Path, args: &[&str]) -> Command {
     command(folder, &[&["fit", "job.toml", "--run-dir", "run"], args].concat())
@@ -53,21 +41,21 @@ fn digest(folder: &Path) -> Value {
 }
 
 fn reference_digest() -> Value {
-    let folder = job_folder(JOB);
+    let folder = job_folder(job());
     finish(&mut fit(folder.path(), &["-q"])).expect(0);
     digest(folder.path())
 }
 
 #[test]
 fn a_worker_that_is_lost_is_replaced_from_the_newest_checkpoint() {
-    let reference = job_folder(JOB);
+    let reference = job_folder(job());
     finish(&mut fit(reference.path(), &["-q"])).expect(0);
     for (how, from, said, memory) in [
         ("kill:12", 10, "killed, not by the kernel's memory killer but by `kill -9`", false),
         ("alloc:22", 20, "aborted (an allocation failed)", true),
         ("kill:3", 0, "killed", false),
     ] {
-        let folder = job_folder(JOB);
+        let folder = job_folder(job());
         let text = finish(fit(folder.path(), &[]).env("TRAINER_FAULT_CRASH", how)).expect(0).stderr;
         let restarted = events_named(folder.path(), "restarted");
         assert_eq!((restarted.len(), &restarted[0]["restarts"]), (1, &1.into()), "{how}");
@@ -89,7 +77,7 @@ fn a_worker_that_is_lost_is_replaced_from_the_newest_checkpoint() {
 
 #[test]
 fn workers_that_make_no_progress_are_given_up_with_a_post_mortem() {
-    let folder = job_folder(JOB);
+    let folder = job_folder(job());
     let mut command = fit(folder.path(), &["--set", "memory.max_retries=2", "--json"]);
     let text = finish(command.env("TRAINER_FAULT_CRASH", "alloc:7,kill:7,alloc:6,kill:8")).expect(3).stderr;
     assert!(text.contains("error: the run's process ended 3 times for lack of memory"), "{text}");
@@ -105,7 +93,7 @@ fn workers_that_make_no_progress_are_given_up_with_a_post_mortem() {
 
 #[test]
 fn a_worker_that_is_killed_again_and_again_did_not_lack_memory() {
-    let folder = job_folder(JOB);
+    let folder = job_folder(job());
     let mut command = fit(folder.path(), &["--set", "memory.max_retries=1"]);
     let text = finish(command.env("TRAINER_FAULT_CRASH", "kill:7,kill:7")).expect(137).stderr;
     assert!(text.contains("ended by SIGKILL, 2 times without progress"), "{text}");
@@ -116,7 +104,7 @@ fn a_worker_that_is_killed_again_and_again_did_not_lack_memory() {
 #[test]
 fn an_abort_or_an_overflow_of_the_stack_is_no_lack_of_memory() {
     for how in ["abort:7", "overflow:7"] {
-        let folder = job_folder(JOB);
+        let folder = job_folder(job());
         let text = finish(fit(folder.path(), &[]).env("TRAINER_FAULT_CRASH", how)).expect(134).stderr;
         assert!(text.contains("ended by SIGABRT") && text.contains("not a lack of memory"), "{text}");
         assert_eq!(events_named(folder.path(), "restarted").len(), 0, "{how}");
@@ -127,7 +115,7 @@ fn an_abort_or_an_overflow_of_the_stack_is_no_lack_of_memory() {
 
 #[test]
 fn progress_renews_the_retries() {
-    let folder = job_folder(JOB);
+    let folder = job_folder(job());
     let mut command = fit(folder.path(), &["-q", "--set", "memory.max_retries=1"]);
     finish(command.env("TRAINER_FAULT_CRASH", "kill:6,kill:11,kill:16")).expect(0);
     assert_eq!(events_named(folder.path(), "restarted").len(), 3);
@@ -135,14 +123,14 @@ fn progress_renews_the_retries() {
 
 #[test]
 fn without_a_supervisor_a_kill_is_a_kill() {
-    let folder = job_folder(JOB);
+    let folder = job_folder(job());
     let mut command = fit(folder.path(), &["--set", "memory.supervise=false"]);
     assert_eq!(finish(command.env("TRAINER_FAULT_CRASH", "kill:6")).status.signal(), Some(9));
 }
 
 #[test]
 fn exit_codes_pass_through() {
-    let folder = job_folder(JOB);
+    let folder = job_folder(job());
     finish(&mut fit(folder.path(), &["--set", "memory.ram=1MiB"])).expect(3);
     let wild = ["--set", "optimizer.lr=1e30", "--set", "optimizer.weight_decay=1e30"];
     finish(&mut fit(folder.path(), &wild)).expect(5);
@@ -169,7 +157,7 @@ fn a_signal_to_the_supervisor_or_to_all_stops_the_run_once() {
         [(Signal::INT, 130, "SIGINT"), (Signal::TERM, 143, "SIGTERM"), (Signal::HUP, 143, "SIGTERM")]
     {
         for all in [false, true] {
-            let folder = job_folder(JOB);
+            let folder = job_folder(job());
             let child = start_endless_run(folder.path());
             match all {
                 true => kill_process_group(Pid::from_child(&child), signal).unwrap(),
@@ -187,7 +175,7 @@ fn a_signal_to_the_supervisor_or_to_all_stops_the_run_once() {
 
 #[test]
 fn a_killed_supervisor_takes_its_worker_along() {
-    let folder = job_folder(JOB);
+    let folder = job_folder(job());
     let mut child = start_endless_run(folder.path());
     let worker = children(child.id())[0];
     child.kill().unwrap();
@@ -200,7 +188,7 @@ fn a_killed_supervisor_takes_its_worker_along() {
 
 #[test]
 fn a_budget_is_lowered_by_memory_that_was_not_reserved() {
-    let folder = job_folder(JOB);
+    let folder = job_folder(job());
     let plan = trainer(folder.path(), &["plan", "job.toml", "--ram", "1GiB", "--json"]).json();
     let needs = plan["peak"]["ram_bytes"].as_u64().unwrap();
     let mut command = fit(folder.path(), &["--set", &format!("memory.ram={}B", needs + (1 << 20))]);
@@ -256,27 +244,21 @@ impl Drop for MemoryCgroup {
 }
 
 /// Takes some 150 MiB as written, and little time.
-const LARGE: &str = "
-[model]
-kind = 'mlp'
-hidden = [64]
-[data]
-kind = 'shapes'
-train_samples = 16384
-valid_samples = 32
-image_size = 28
-prefetch = '1MiB'
-[train]
-batch_size = 16384
-steps = 4
-[log]
-every_steps = 1
-";
+fn large_job() -> String {
+    mlp_job(&[
+        "model.hidden = [64]",
+        "data.train_samples = 16384",
+        "data.image_size = 28",
+        "data.prefetch = '1MiB'",
+        "train.batch_size = 16384",
+        "train.steps = 4",
+    ])
+}
 
 #[test]
 fn a_run_finishes_in_a_group_smaller_than_it_would_like() {
     let Some(group) = MemoryCgroup::new("small", 96 << 20) else { return };
-    let folder = job_folder(LARGE);
+    let folder = job_folder(large_job());
     group.run(&fit(folder.path(), &[])).expect(0);
     let plan = &events_named(folder.path(), "planned")[0]["plan"];
     assert_eq!(plan["verdict"], "fits_after_shrink", "{plan}");
@@ -287,7 +269,7 @@ fn a_run_finishes_in_a_group_smaller_than_it_would_like() {
 #[test]
 fn the_kernels_kill_is_survived() {
     let Some(group) = MemoryCgroup::new("kill", 96 << 20) else { return };
-    let folder = job_folder(LARGE);
+    let folder = job_folder(large_job());
     // The plan fills the cgroup, and these bytes come on top of it.
     group
         .run(fit(folder.path(), &["--set", "memory.headroom=0B"]).env("TRAINER_FAULT_UNRESERVED", "40MiB"))
@@ -302,7 +284,7 @@ fn the_kernels_kill_is_survived() {
 /// With a limit on address space, an allocation fails and aborts the process.
 #[test]
 fn a_failed_allocation_is_survived() {
-    let folder = job_folder(LARGE);
+    let folder = job_folder(large_job());
     let sets = ["--set", "memory.headroom=0B", "--set", "data.workers=1"];
     let fit = [&["fit", "job.toml", "--run-dir", "run"], &sets[..]].concat();
     let mut command = measured_command(folder.path(), &fit);

@@ -6,32 +6,14 @@ use std::path::Path;
 use serde_json::Value;
 
 use crate::harness::{
-    self, Finished, assert_snapshot, command, events, finish, job_folder, last, named, program, read_json,
-    root,
+    self, Finished, assert_snapshot, command, events, finish, job_folder, last, mlp_job, named, program,
+    read_json, root,
 };
 
 /// 8 updates of 16 samples, an evaluation and a checkpoint after every fourth.
-const JOB: &str = "\
-name = \"small\"
-seed = 7
-
-[model]
-kind = \"mlp\"
-hidden = [16]
-
-[data]
-kind = \"shapes\"
-train_samples = 64
-valid_samples = 32
-image_size = 16
-
-[train]
-batch_size = 16
-epochs = 2
-
-[log]
-every_steps = 1
-";
+fn job() -> String {
+    mlp_job(&["name = 'small'", "seed = 7", "data.train_samples = 64", "train.epochs = 2"])
+}
 
 /// Runs `fit`; the result does not depend on the processor.
 fn fit(folder: &Path, args: &[&str]) -> Finished {
@@ -81,7 +63,7 @@ fn summary(folder: &Path, run: &str) -> Value {
 /// `--max-steps`, the rest, and a resume that finds nothing to do: in words, in the events and in the summary.
 #[test]
 fn a_part_the_rest_and_nothing_are_told_apart() {
-    let folder = job_folder(JOB);
+    let folder = job_folder(job());
     let folder = folder.path();
     snapshot("fit_max_steps", folder, &["--run-dir", "run", "--max-steps", "3"]);
     let part = summary(folder, "run");
@@ -104,7 +86,7 @@ fn a_part_the_rest_and_nothing_are_told_apart() {
 /// A job shortened below what is trained cannot be resumed, and leaves the run as it is.
 #[test]
 fn a_shorter_job_is_refused_and_changes_nothing() {
-    let folder = job_folder(JOB);
+    let folder = job_folder(job());
     let folder = folder.path();
     fit(folder, &["--run-dir", "run", "-q"]).expect(0);
     let files = ["job.toml", "summary.json", "events.jsonl"].map(|name| folder.join("run").join(name));
@@ -118,7 +100,7 @@ fn a_shorter_job_is_refused_and_changes_nothing() {
 
 #[test]
 fn a_run_that_stopped_early_says_which_key_would_continue_it() {
-    let folder = job_folder(JOB);
+    let folder = job_folder(job());
     let stop = ["--set", "stop.target=100", "--set", "stop.metric=valid.loss", "-q", "--run-dir", "run"];
     fit(folder.path(), &stop).expect(0);
     let ended = summary(folder.path(), "run");
@@ -131,7 +113,7 @@ fn a_run_that_stopped_early_says_which_key_would_continue_it() {
 /// The best checkpoint and the epoch are the same wherever they are reported.
 #[test]
 fn the_best_checkpoint_and_the_epoch_have_one_form() {
-    let folder = job_folder(JOB);
+    let folder = job_folder(job());
     fit(folder.path(), &["--run-dir", "run", "-q", "--set", "eval.every_steps=2"]).expect(0);
     let (all, summary) = (events(&folder.path().join("run")), summary(folder.path(), "run"));
     let best = last(&all, "best");
@@ -227,7 +209,7 @@ epochs = 50
     /// A signal during an evaluation does not wait for its end: the resumed run repeats it, with the same result.
     #[test]
     fn an_evaluation_is_left_at_once_and_repeated() {
-        let folder = job_folder(JOB.replace("valid_samples = 32", "valid_samples = 4000"));
+        let folder = job_folder(job().replace("valid_samples = 32", "valid_samples = 4000"));
         let (folder, run) = (folder.path(), folder.path().join("run"));
         fit(folder, &["--run-dir", "undisturbed", "-q"]).expect(0);
         let args = ["fit", "job.toml", "--set", "memory.ram=64MiB", "--run-dir", "run"];

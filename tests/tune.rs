@@ -11,32 +11,25 @@ use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
 use crate::harness::{
-    children, command, events_so_far, finish, is_alive, job_folder, named, names, read_json, trainer,
+    children, command, events_so_far, finish, is_alive, job_folder, mlp_job, named, names, read_json, trainer,
 };
 
-const JOB: &str = "
-seed = 7
-[model]
-kind = 'mlp'
-hidden = [16]
-[data]
-kind = 'shapes'
-train_samples = 256
-valid_samples = 32
-image_size = 16
-[train]
-batch_size = 16
-steps = 90
-[memory]
-ram = '256MiB'
-[checkpoint]
-every_steps = 10
-[eval]
-every_steps = 30
-[log]
-every_steps = 5
-tensorboard = false
-";
+fn job() -> String {
+    job_with(&[])
+}
+
+fn job_with(keys: &[&str]) -> String {
+    let own = [
+        "seed = 7",
+        "train.steps = 90",
+        "memory.ram = '256MiB'",
+        "checkpoint.every_steps = 10",
+        "eval.every_steps = 30",
+        "log.every_steps = 5",
+        "log.tensorboard = false",
+    ];
+    mlp_job(&[&own[..], keys].concat())
+}
 
 /// Eight trials that fit and four that do not.
 const SWEEP: [&str; 5] =
@@ -98,7 +91,7 @@ fn signal(child: &Child, signal: Signal) {
 
 #[test]
 fn a_sweep_that_is_killed_and_resumed_runs_every_trial_that_fits_once() {
-    let reference = job_folder(JOB);
+    let reference = job_folder(job());
     let done = finish(&mut tune(reference.path(), &SWEEP)).expect(0);
     assert_eq!(done.stderr.matches("does not fit: ram ").count(), 4, "{}", done.stderr);
     assert!(done.stdout.contains("retrain") && done.stdout.contains("stopped early"), "{}", done.stdout);
@@ -106,7 +99,7 @@ fn a_sweep_that_is_killed_and_resumed_runs_every_trial_that_fits_once() {
     let first_rung = expected.keys().filter(|(_, rung)| *rung == 0).count();
     assert_eq!((first_rung, expected.len()), (8, 8 + 3), "{expected:?}");
 
-    let folder = job_folder(JOB);
+    let folder = job_folder(job());
     let mut tuner = tune(folder.path(), &SWEEP).spawn().unwrap();
     wait_for(|| results(folder.path()).len() >= 3 && !children(tuner.id()).is_empty());
     let below = descendants(tuner.id());
@@ -155,7 +148,7 @@ fn a_sweep_that_is_killed_and_resumed_runs_every_trial_that_fits_once() {
 fn an_interrupted_sweep_leaves_checkpoints_and_no_process() {
     let args =
         ["tune", "job.toml", "--set", "optimizer.lr=1e-3..1e-1:log", "--trials", "4", "--halving", "1"];
-    let folder = job_folder(JOB.replace("steps = 90", "steps = 40000"));
+    let folder = job_folder(job_with(&["train.steps = 40000"]));
     let mut tuner = tune(folder.path(), &args).spawn().unwrap();
     let checkpointed = || {
         let runs = descendants(tuner.id());
@@ -185,7 +178,7 @@ fn an_interrupted_sweep_leaves_checkpoints_and_no_process() {
 
 #[test]
 fn mistakes_are_reported_before_anything_starts() {
-    let folder = job_folder(JOB);
+    let folder = job_folder(job());
     for (args, code, said) in [
         (&["--set", "optimizer.lrr=1,2"][..], 2, "lrr"),
         (&["--set", "optimizer.lr=abc,def"], 2, "optimizer.lr"),
@@ -213,14 +206,14 @@ fn mistakes_are_reported_before_anything_starts() {
         &["tune", "job.toml", "--set", "seed=1,2", "--set", "train.steps=2", "-q"],
     ))
     .expect(0);
-    fs::write(folder.path().join("job.toml"), JOB.replace("hidden = [16]", "hidden = [8]")).unwrap();
+    fs::write(folder.path().join("job.toml"), job_with(&["model.hidden = [8]"])).unwrap();
     let text = finish(&mut tune(folder.path(), &["tune", "job.toml", "--resume"])).expect(2).stderr;
     assert!(text.contains("is a sweep of another job: `model.hidden` was [16] and is [8]"), "{text}");
 }
 
 #[test]
 fn the_range_test_suggests_a_rate_between_its_bounds() {
-    let folder = job_folder(JOB.replace("'mlp'", "'mlp'\ndropout = 0.0"));
+    let folder = job_folder(job_with(&["model.dropout = 0.0"]));
     let done =
         finish(&mut tune(folder.path(), &["tune", "job.toml", "--lr=1e-5..10", "--json"])).expect(0).json();
     let rate = done["suggestion"]["lr"].as_f64().unwrap();

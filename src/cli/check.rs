@@ -9,7 +9,7 @@ use crate::base::units::{Bytes, counted, format_count};
 use crate::data::warnings;
 use crate::job::{Job, RunLength};
 use crate::layers::Layer;
-use crate::report::plan::parameter_counts;
+use crate::report::plan::{parameter_counts, pruned_model};
 use crate::report::{data, text};
 use crate::train::Failure;
 use crate::train::setup::Setup;
@@ -46,21 +46,28 @@ impl CheckArgs {
             }
         }
         preview.warnings.extend(frozen_at_random(&setup));
+        preview.warnings.extend(pruning_cut_short(&setup));
         preview.test_samples = setup.test_samples;
         if common.json {
             let layers: Vec<Value> = layer_rows(&setup).iter().map(LayerRow::json).collect();
-            print_line(json!({
+            let mut found = json!({
                 "ok": true,
                 "data": preview,
                 "parameters": setup.num_parameters(),
                 "trained_parameters": setup.num_trained(),
                 "layers": layers,
                 "job": setup.job.to_json(),
-            }))?;
+            });
+            if let Some(model) = setup.pruned_model() {
+                found["pruned"] = json!(model);
+            }
+            print_line(found)?;
         } else if !common.quiet {
             let counts = parameter_counts(setup.num_parameters(), setup.num_trained());
             let parameters = ("parameters".to_owned(), counts.replacen(" parameters", "", 1));
-            let rows: Vec<(String, String)> = preview.lines().into_iter().chain([parameters]).collect();
+            let pruned = setup.pruned_model().map(|model| ("pruned".to_owned(), pruned_model(model)));
+            let rows: Vec<(String, String)> =
+                preview.lines().into_iter().chain([parameters]).chain(pruned).collect();
             let width = console::Term::stdout().size_checked().map(|(_, columns)| columns.into());
             print_line(text::wrap_to(&[summary(&setup.job)], width, 4).join("\n"))?;
             print_line(aligned(&rows, width).join("\n"))?;
@@ -95,6 +102,19 @@ fn frozen_at_random(setup: &Setup) -> Option<String> {
     let random = setup.num_trained() < setup.num_parameters() && setup.job.train.init.is_none();
     random
         .then(|| "`train.freeze` keeps random weights: `train.init` names trained ones to start from".into())
+}
+
+/// A warning, if the run ends before pruning does. With `train.steps` that is an error of the job.
+fn pruning_cut_short(setup: &Setup) -> Option<String> {
+    let (prune, last) = (setup.job.prune.as_ref()?, setup.total_steps);
+    (prune.last_step() > last).then(|| {
+        format!(
+            "pruning ends at step {} and the run at step {last}, with a sparsity of {:.3} instead of {}",
+            prune.last_step(),
+            prune.sparsity(last),
+            prune.final_sparsity
+        )
+    })
 }
 
 /// A row of the layer table. FLOPs and bytes are for one micro-batch of the job's `batch_size`.

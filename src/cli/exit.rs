@@ -147,8 +147,8 @@ fn is_broken_pipe(error: &anyhow::Error) -> bool {
         .any(|cause| cause.downcast_ref::<io::Error>().is_some_and(|e| e.kind() == io::ErrorKind::BrokenPipe))
 }
 
-/// Reports `error` to people on stderr and, with `--json`, to programs on stdout. Returns its exit code. `resume` is the
-/// command that resumes the run, if the command is one that trains.
+/// Reports `error` to people on stderr and, with `--json`, to programs on stdout. Returns its exit code. `resume` is
+/// the command that resumes the run, if the command is one that trains.
 pub fn report_error(error: &anyhow::Error, common: &CommonArgs, resume: Option<String>) -> Exit {
     let exit = Exit::from_error(error);
     let hint = hint(error, resume.as_deref());

@@ -20,7 +20,8 @@ use crate::train::setup::Setup;
 Examples:
   trainer profile job.toml                     the slowest layers, and the hotspots in words
   trainer profile job.toml -v --steps 50       every layer, and what recomputing each block would free and cost
-  trainer profile job.toml -o profile          also profile.json, trace.json (chrome://tracing, Perfetto) and a flame graph")]
+  trainer profile job.toml -o profile          also profile.json, trace.json (chrome://tracing, \
+Perfetto) and a flame graph")]
 pub struct ProfileArgs {
     #[command(flatten)]
     pub job: JobFile,

@@ -39,8 +39,8 @@ Examples:
   trainer tune job.toml --lr                                        find a learning rate: a range test
 
 Every trial is planned first, and one that does not fit is never started. The others run side by side within \
-`memory.ram`, `memory.vram` and the cores of this machine. After a part of their updates the best third goes on. Ctrl-C \
-stops all trials with a checkpoint.")]
+`memory.ram`, `memory.vram` and the cores of this machine. After a part of their updates the best third goes \
+on. Ctrl-C stops all trials with a checkpoint.")]
 pub struct TuneArgs {
     /// The job file (TOML); may be omitted with --resume
     #[arg(value_name = "JOB", value_hint = clap::ValueHint::FilePath, required_unless_present = "resume")]

@@ -49,7 +49,13 @@ pub enum DataError {
     #[error("`{}` has trailing bytes: its header declares only {declared}", file.display())]
     TrailingBytes { file: PathBuf, declared: u64 },
 
-    #[error("`{}` has {}, but `{}` has {}", images_file.display(), counted(*images, "image"), labels_file.display(), counted(*labels, "label"))]
+    #[error(
+        "`{}` has {}, but `{}` has {}",
+        images_file.display(),
+        counted(*images, "image"),
+        labels_file.display(),
+        counted(*labels, "label")
+    )]
     CountMismatch { images_file: PathBuf, images: u64, labels_file: PathBuf, labels: u64 },
 
     /// One bad value. `record` counts from 0; `column` is `None` if records have no columns.
@@ -147,18 +153,19 @@ impl DataError {
                 "correct the value or the declaration of the column, or set `on_bad_record = \"skip\"` to skip the row"
             }
             DataError::Record { .. } => {
-                "correct the record, or the keys of `[data]` that say how to read it, or set `on_bad_record = \"skip\"` to \
-                 skip it"
+                "correct the record, or the keys of `[data]` that say how to read it, or set \
+                 `on_bad_record = \"skip\"` to skip it"
             }
             DataError::MissingField { .. } => {
-                "set the key that names the field (`field`, `label`, `chat`, `messages`), or set `on_bad_record = \"skip\"` \
-                 to skip such records"
+                "set the key that names the field (`field`, `label`, `chat`, `messages`), or set \
+                 `on_bad_record = \"skip\"` to skip such records"
             }
             DataError::TooManyBad { .. } => "correct the files, or raise `data.max_bad_records`",
             DataError::ChangedSinceOpen { .. } => "do not change the files during a run; restart the run",
             DataError::InvalidUtf8 { .. } => "convert the file to UTF-8, or remove it from the dataset",
             DataError::NoSamples { .. } => {
-                "check that the path is the right one, that its files are complete, and that `data.kind` reads such files"
+                "check that the path is the right one, that its files are complete, and that `data.kind` \
+                 reads such files"
             }
             DataError::TooSmall { .. } => {
                 "add data, or change how the data is split: `valid_fraction`, `test_fraction`, `fold`"

@@ -51,8 +51,9 @@ pub enum LabelLists {
     Bracketed,
 }
 
-/// Whether the distinct values of a column are lists of labels beyond doubt: every part of the values that contain a
-/// separator is a part of two values at least, as in `a|b`, `b|c`, `a`, `c`, or in `a|b`, `a`, `b`.
+/// Whether the distinct values of a column are lists of labels: a separator that no name has stands between parts of a
+/// value, as in `a|b`; or every part of the values that contain a comma is a part of two values at least, as in `a,b`,
+/// `b,c`, `a`, `c`, or in `a,b`, `a`, `b`.
 pub fn detect<'a>(values: impl Iterator<Item = &'a str> + Clone) -> Option<LabelLists> {
     let bracketed = |value: &str| value.starts_with('[') && value.ends_with(']');
     let filled = values.clone().filter(|value| !value.trim().is_empty());
@@ -61,8 +62,16 @@ pub fn detect<'a>(values: impl Iterator<Item = &'a str> + Clone) -> Option<Label
     }
     SEPARATORS
         .into_iter()
-        .find(|separator| repeats_parts(filled.clone(), separator))
+        .find(|separator| match *separator {
+            "," => repeats_parts(filled.clone(), separator),
+            _ => filled.clone().any(|value| is_list(value, separator)),
+        })
         .map(LabelLists::Separated)
+}
+
+/// Whether a text has several parts, none of them empty.
+fn is_list(text: &str, separator: &str) -> bool {
+    text.contains(separator) && text.split(separator).all(|part| part.chars().any(char::is_alphanumeric))
 }
 
 fn repeats_parts<'a>(values: impl Iterator<Item = &'a str> + Clone, separator: &str) -> bool {
@@ -99,17 +108,19 @@ mod tests {
     }
 
     #[test]
-    fn lists_are_recognized_only_beyond_doubt() {
+    fn lists_are_recognized_by_separators_that_no_name_has() {
         let found = |values: &[&'static str]| detect(values.iter().copied());
         assert_eq!(found(&["a|b", "b|c", "a", "c"]), Some(LabelLists::Separated("|")));
         assert_eq!(found(&["red", "red|round", "round"]), Some(LabelLists::Separated("|")));
         assert_eq!(found(&["red; round", "red", "round; small", "small"]), Some(LabelLists::Separated(";")));
+        // No label stands alone.
+        assert_eq!(found(&["cat|pet", "dog|farm"]), Some(LabelLists::Separated("|")));
+        assert_eq!(found(&["cat;pet", "dog", "cow"]), Some(LabelLists::Separated(";")));
         assert_eq!(found(&["['a']", "['a', 'b']"]), Some(LabelLists::Bracketed));
         for values in [
             &["Paris, France", "Lyon, France", "Rome, Italy"][..],
-            &["a|b", "c|d"],
-            &["a|b", "a", "c"],
             &["cat", "dog"],
+            &["a|", "|b", ";", "x ;-)"],
             &["<=50K", ">50K"],
         ] {
             assert_eq!(found(values), None, "{values:?}");

@@ -2,8 +2,8 @@
 //!
 //! A [`SplitPlan`] maps samples to sets. It depends on the number of samples, their classes or groups and the seed, so
 //! that it is the same on every machine and after every resume. The test set is drawn first and independently of the
-//! validation set: all folds share it. All sets keep the order of the dataset: one that is read sequentially stays cheap
-//! to read.
+//! validation set: all folds share it. All sets keep the order of the dataset: one that is read sequentially stays
+//! cheap to read.
 //!
 //! A split at random or by position is computed on the fly ([`division`]) and takes no memory. By class or by group it
 //! takes a pass over the keys of the samples ([`keys`]) and two bits per sample ([`membership`]).

@@ -71,8 +71,8 @@ pub fn class_warnings(names: &[String], counts: &[u64]) -> Vec<String> {
 /// Rows that [`check_rows`] reads of each set.
 const MAX_ROWS_CHECKED: u64 = 2_000_000;
 
-/// Reads the rows of a table, so that a mistake in any of them is found before training. Returns how many are bad, or the
-/// first one, unless bad records are skipped.
+/// Reads the rows of a table, so that a mistake in any of them is found before training. Returns how many are bad, or
+/// the first one, unless bad records are skipped.
 pub fn check_rows(set: &dyn Dataset, seed: u64, skip_bad: bool) -> Result<u64, DataError> {
     if set.input_names().is_empty() {
         return Ok(0);

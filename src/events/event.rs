@@ -157,6 +157,17 @@ pub enum Event {
         #[serde(default)]
         skipped_updates: u64,
     },
+    /// Weights were selected and set to zero, as the job's `[prune]` says.
+    Pruned {
+        /// Updates applied before it.
+        step: u64,
+        /// Fraction of the weights that are zero from now on.
+        sparsity: f64,
+        /// How many that are.
+        pruned: u64,
+        /// Weights that may be pruned.
+        weights: u64,
+    },
     /// An evaluation over the validation set.
     Eval {
         /// Updates applied before it.
@@ -211,8 +222,8 @@ pub enum Event {
         /// Bytes left of the budget.
         left: u64,
     },
-    /// Who held which memory was written: after an `oom` and, with `log.memory = "detailed"`, after an evaluation and at the
-    /// end.
+    /// Who held which memory was written: after an `oom` and, with `log.memory = "detailed"`, after an evaluation and
+    /// at the end.
     MemorySnapshot {
         /// Updates applied before it.
         step: u64,
@@ -292,16 +303,16 @@ pub enum Event {
         /// Bytes of the arena beyond the peak of its tensors.
         arena_waste_bytes: u64,
     },
-    /// The launches of a micro-batch are not captured as a CUDA graph; reported once, at the end of a run that never got
-    /// as far as capturing one.
+    /// The launches of a micro-batch are not captured as a CUDA graph; reported once, at the end of a run that never
+    /// got as far as capturing one.
     CudaGraphDisabled {
         /// Updates applied before it.
         step: u64,
         /// Why it is not captured.
         reason: String,
     },
-    /// cuDNN failed in an evaluation, for lack of memory for example, and evaluations use the program's own kernels from
-    /// here on; reported once.
+    /// cuDNN failed in an evaluation, for lack of memory for example, and evaluations use the program's own kernels
+    /// from here on; reported once.
     CudnnDisabled {
         /// Updates made before it.
         step: u64,

@@ -52,6 +52,9 @@ pub struct Summary {
     pub metrics: BTreeMap<String, f64>,
     /// The best checkpoint so far.
     pub best: Option<BestCheckpoint>,
+    /// Fraction of the weights that `[prune]` has set to zero.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub sparsity: Option<f64>,
     /// Path of the newest checkpoint.
     pub checkpoint: Option<String>,
     pub planned_peak_bytes: MemoryBytes,
@@ -96,6 +99,8 @@ struct FoldState {
     steps_per_epoch: u64,
     samples_per_update: u64,
     evals: BTreeMap<u64, BTreeMap<String, f64>>,
+    /// Sparsity by step.
+    sparsities: BTreeMap<u64, f64>,
     /// The best checkpoints, each better than the one before.
     bests: Vec<BestCheckpoint>,
     /// Checkpoint paths by step.
@@ -181,6 +186,10 @@ impl Summary {
             Event::Eval { step, metrics, .. } => {
                 self.metrics.extend(metrics.clone());
                 self.fold.evals.insert(*step, metrics.clone());
+            }
+            Event::Pruned { step, sparsity, .. } => {
+                self.sparsity = Some(*sparsity);
+                self.fold.sparsities.insert(*step, *sparsity);
             }
             Event::Checkpoint { step, path, .. } => {
                 self.checkpoint = Some(path.clone());
@@ -278,11 +287,13 @@ impl Summary {
             self.metrics.remove("train.loss");
         }
         fold.evals.retain(|s, _| *s <= step);
+        fold.sparsities.retain(|s, _| *s <= step);
         fold.bests.retain(|best| best.step <= step);
         fold.checkpoints.retain(|s, _| *s <= step);
         let train = self.metrics.remove_entry("train.loss");
         self.metrics = fold.evals.values().next_back().cloned().unwrap_or_default();
         self.metrics.extend(train);
+        self.sparsity = fold.sparsities.values().next_back().copied();
         self.best = fold.bests.last().cloned();
         self.checkpoint = fold.checkpoints.values().next_back().cloned();
     }

@@ -33,8 +33,8 @@ pub struct DecodingNetwork {
 }
 
 impl Network {
-    /// The same network over a cache of `slots` sequences of up to `capacity` positions. It shares `tables`, if they are
-    /// those that it needs.
+    /// The same network over a cache of `slots` sequences of up to `capacity` positions. It shares `tables`, if they
+    /// are those that it needs.
     pub fn for_decoding(
         mut self,
         slots: usize,

@@ -98,8 +98,8 @@ struct ReservedTensor {
     requires_grad: bool,
 }
 
-/// What a node keeps between the passes; dropping it releases everything. Of a list of nodes the last ones have it: those
-/// from the first on whose output requires a gradient.
+/// What a node keeps between the passes; dropping it releases everything. Of a list of nodes the last ones have it:
+/// those from the first on whose output requires a gradient.
 enum SavedNode {
     Layer(SavedLayer),
     Fused(Vec<SavedLayer>),

@@ -4,11 +4,11 @@
 
 use std::cell::RefCell;
 use std::ops::Range;
-use std::time::Instant;
-
-use candle_core::Device;
+use std::sync::Arc;
 
 use crate::kernels::kernel_timer::{self, KernelSpan};
+use crate::kernels::moment::{Clock, Moment};
+use crate::memory::gpu::GpuDevice;
 use crate::memory::{Ledger, measure};
 
 /// A pass over a node.
@@ -25,9 +25,10 @@ pub enum NodePass {
 pub struct NodeSpan {
     pub name: String,
     pub pass: NodePass,
-    pub start: Instant,
+    /// Since the origin of the recording.
+    pub start_s: f64,
     pub seconds: f64,
-    /// Bytes beyond those held before: as reserved in the ledger, and as the allocator of the host counted them.
+    /// Bytes beyond those held before: as reserved in the ledger, and as the allocator of its tensors counted them.
     pub reserved_bytes: u64,
     pub heap_bytes: u64,
     /// The kernels that it ran, as indices of [`Spans::kernels`].
@@ -38,43 +39,61 @@ pub struct NodeSpan {
 #[derive(Default)]
 pub struct Spans {
     pub nodes: Vec<NodeSpan>,
-    /// Of nodes, and of what runs outside of them; empty on a GPU, where a call does not wait for its kernel.
+    /// Of nodes, and of what runs outside of them.
     pub kernels: Vec<KernelSpan>,
 }
 
 impl Spans {
-    /// Adds what was recorded later.
-    pub fn append(&mut self, later: Spans) {
+    /// Adds what was recorded later, with an origin this many seconds after that of `self`.
+    pub fn append(&mut self, later: Spans, seconds: f64) {
         let before = self.kernels.len();
         self.nodes.extend(later.nodes.into_iter().map(|mut node| {
             node.kernels = before + node.kernels.start..before + node.kernels.end;
+            node.start_s += seconds;
             node
         }));
-        self.kernels.extend(later.kernels);
+        self.kernels.extend(later.kernels.into_iter().map(|mut kernel| {
+            kernel.start_s += seconds;
+            kernel
+        }));
     }
 }
 
 struct Recording {
-    device: Device,
-    spans: Vec<NodeSpan>,
+    clock: Clock,
+    gpu: Option<Arc<GpuDevice>>,
+    /// Their times are known when the recording ends.
+    spans: Vec<(NodeSpan, Moment, Moment)>,
+}
+
+impl Recording {
+    /// Bytes of the live tensors, and their peak since the last call, where they are.
+    fn take_heap_peak(&self) -> (u64, u64) {
+        match &self.gpu {
+            Some(gpu) => (gpu.used_bytes(), gpu.take_recent_peak()),
+            None => (measure::live_bytes(), measure::take_recent_peak()),
+        }
+    }
 }
 
 thread_local! {
     static RECORDING: RefCell<Option<Recording>> = const { RefCell::new(None) };
 }
 
-/// Records the nodes that this thread runs on `device` until [`take`]. On a GPU every node is waited for.
-pub fn start(device: Device) {
-    if device.is_cpu() {
-        kernel_timer::start();
-    }
-    RECORDING.set(Some(Recording { device, spans: Vec::new() }));
+/// Records the nodes and the kernels that this thread runs, on `gpu` or on the CPU, until [`take`].
+pub fn start(clock: Clock, gpu: Option<Arc<GpuDevice>>) {
+    kernel_timer::start(clock.clone());
+    RECORDING.set(Some(Recording { clock, gpu, spans: Vec::new() }));
 }
 
-/// Ends the recording and returns it.
-pub fn take() -> Spans {
-    let nodes = RECORDING.take().map(|recording| recording.spans).unwrap_or_default();
-    Spans { nodes, kernels: kernel_timer::take() }
+/// Ends the recording and returns it, with times since `origin`. Waits for what was recorded.
+pub fn take(origin: &Moment) -> Spans {
+    let recorded = RECORDING.take().map(|recording| recording.spans).unwrap_or_default();
+    let with_times = |(span, start, end): (NodeSpan, Moment, Moment)| {
+        let start_s = origin.seconds_to(&start);
+        NodeSpan { start_s, seconds: origin.seconds_to(&end) - start_s, ..span }
+    };
+    Spans { nodes: recorded.into_iter().map(with_times).collect(), kernels: kernel_timer::take(origin) }
 }
 
 /// Runs a node, and records it if this thread has a recording.
@@ -84,28 +103,26 @@ pub(super) fn time<T>(
     ledger: &Ledger,
     run: impl FnOnce() -> T,
 ) -> T {
-    if RECORDING.with_borrow(Option::is_none) {
-        return run();
-    }
-    let (reserved, heap) = (ledger.take_recent_peak().now, measure::live_bytes());
-    measure::take_recent_peak();
-    let first_kernel = kernel_timer::count();
-    let start = Instant::now();
+    let begun = RECORDING.with_borrow(|recording| {
+        let recording = recording.as_ref()?;
+        let (reserved, heap) = (ledger.take_recent_peak().now, recording.take_heap_peak().0);
+        Some((reserved, heap, kernel_timer::count(), recording.clock.now()))
+    });
     let result = run();
+    let Some((reserved, heap, first_kernel, start)) = begun else { return result };
     RECORDING.with_borrow_mut(|recording| {
         let Some(recording) = recording else { return };
-        // A failure shows where the next tensor is read.
-        let _ = recording.device.synchronize();
-        let seconds = start.elapsed().as_secs_f64();
-        recording.spans.push(NodeSpan {
+        let end = recording.clock.now();
+        let span = NodeSpan {
             name: name(),
             pass,
-            start,
-            seconds,
+            start_s: 0.0,
+            seconds: 0.0,
             reserved_bytes: ledger.take_recent_peak().peak.saturating_sub(reserved),
-            heap_bytes: measure::take_recent_peak().saturating_sub(heap),
+            heap_bytes: recording.take_heap_peak().1.saturating_sub(heap),
             kernels: first_kernel..kernel_timer::count(),
-        });
+        };
+        recording.spans.push((span, start, end));
     });
     result
 }

@@ -4,6 +4,7 @@
 //! are reserved from the host ledger. On the CPU, and in a dry run, nothing is copied and only the reservation is made.
 
 use candle_core::{Result, Tensor};
+use serde::Serialize;
 
 use super::network::StepError;
 use crate::base::Role;
@@ -22,6 +23,13 @@ pub enum OffloadedTensor {
     Resident { value: Option<Tensor>, _reservation: Reservation },
     #[cfg(feature = "cuda")]
     Pinned(gpu::PinnedTensor),
+}
+
+/// Measured bytes per second of copies between a GPU and pinned host memory.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub struct CopySpeed {
+    pub to_host: f64,
+    pub to_device: f64,
 }
 
 /// A copy in flight. Dropping it makes the compute stream wait for the copy. Drop it before the memory that the copy
@@ -74,6 +82,23 @@ impl ActivationOffload {
         ))
     }
 
+    /// Measures copies of this many bytes, reserved of the host's ledger and of `tensors`; `None` where nothing is
+    /// copied.
+    pub fn measure_copies(
+        &self,
+        tensors: &Ledger,
+        bytes: u64,
+    ) -> std::result::Result<Option<CopySpeed>, StepError> {
+        #[cfg(feature = "cuda")]
+        if let Some(pool) = &self.pool {
+            let _host = self.host_ledger.reserve(Role::Activations, "inputs of blocks", bytes)?;
+            let _device = tensors.reserve(Role::Activations, "inputs of blocks", bytes)?;
+            return Ok(Some(pool.measure_copies(bytes as usize)?));
+        }
+        let _ = (tensors, bytes);
+        Ok(None)
+    }
+
     /// Starts copying back. The caller may read the result once the copy is dropped.
     pub fn copy_to_device(&self, offloaded: OffloadedTensor) -> Result<(Option<Tensor>, PendingCopy)> {
         match offloaded {
@@ -88,11 +113,12 @@ impl ActivationOffload {
 mod gpu {
     use std::cell::RefCell;
     use std::rc::Rc;
+    use std::time::Instant;
 
     use candle_core::cuda_backend::CudaDevice;
     use candle_core::{DType, Result, Shape, Tensor};
 
-    use super::{OffloadedTensor, PendingCopy, Reservation, StepError};
+    use super::{CopySpeed, OffloadedTensor, PendingCopy, Reservation, StepError};
     use crate::kernels::cuda::copy_streams::{CopyStreams, PinnedBuffer, StreamEvent};
     use crate::kernels::cuda::uninit;
     use crate::memory::Oom;
@@ -145,6 +171,26 @@ mod gpu {
             let (dtype, shape) = (value.dtype(), value.shape().clone());
             let pinned = PinnedTensor { pool: self.0.clone(), buffer: Some(buffer), dtype, shape };
             Ok((OffloadedTensor::Pinned(pinned), PendingCopy::new(&self.0, event, None)))
+        }
+
+        /// One copy each way as a warm-up, then several, one after another, without compute beside them.
+        pub fn measure_copies(&self, bytes: usize) -> Result<CopySpeed> {
+            const COPIES: usize = 8;
+            let PoolInner { device, copy_streams, .. } = &*self.0;
+            let (host, tensor) =
+                (PinnedBuffer::new(device, DType::U8, bytes)?, uninit(device, DType::U8, bytes)?);
+            let compute = copy_streams.record_compute()?;
+            let measure = |copy: &dyn Fn() -> Result<StreamEvent>| -> Result<f64> {
+                copy()?;
+                copy_streams.synchronize()?;
+                let begun = Instant::now();
+                (0..COPIES).try_for_each(|_| copy().map(drop))?;
+                copy_streams.synchronize()?;
+                Ok((COPIES * bytes) as f64 / begun.elapsed().as_secs_f64())
+            };
+            let to_host = measure(&|| copy_streams.copy_to_host(&tensor, &host, 0))?;
+            let to_device = measure(&|| copy_streams.copy_to_device(&host, 0, &tensor, &compute))?;
+            Ok(CopySpeed { to_host, to_device })
         }
     }
 

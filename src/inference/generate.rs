@@ -1,9 +1,9 @@
 //! Generates tokens with a key-value cache: prompts in chunks, then one position of every sequence per pass.
 //!
 //! Takes prompts as tokens, gives tokens as they are chosen. Sequences share passes: as many at once as the plan has
-//! slots, and a sequence that ends makes place for the next prompt. A prompt that begins like what a slot has cached (the
-//! next turn of a chat) continues from there. What a sequence becomes depends on its prompt and the seed, not on the
-//! sequences beside it, but for the rounding of sums.
+//! slots, and a sequence that ends makes place for the next prompt. A prompt that begins like what a slot has cached
+//! (the next turn of a chat) continues from there. What a sequence becomes depends on its prompt and the seed, not on
+//! the sequences beside it, but for the rounding of sums.
 
 mod chat;
 pub mod continuation;
@@ -216,8 +216,8 @@ impl<'a> Generator<'a> {
         Ok(())
     }
 
-    /// Chooses the free slot that has cached the longest beginning of the prompt, and cuts it back to that. At least one
-    /// token remains to be fed, because its logits are wanted.
+    /// Chooses the free slot that has cached the longest beginning of the prompt, and cuts it back to that. At least
+    /// one token remains to be fed, because its logits are wanted.
     fn place(&mut self, prompt: &[u32], active: &[Option<Sequence>]) -> usize {
         let shared = |slot: usize| {
             let same = self.cached[slot].iter().zip(prompt).take_while(|(a, b)| a == b).count();
@@ -233,8 +233,8 @@ impl<'a> Generator<'a> {
         slot
     }
 
-    /// Runs one pass: over the prompts that are not in the cache yet if there are any, else over the last token of every
-    /// sequence. Returns the slots that took part, with the tokens chosen where a prompt is complete.
+    /// Runs one pass: over the prompts that are not in the cache yet if there are any, else over the last token of
+    /// every sequence. Returns the slots that took part, with the tokens chosen where a prompt is complete.
     fn step(
         &mut self,
         active: &[Option<Sequence>],

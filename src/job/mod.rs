@@ -17,6 +17,7 @@ mod model;
 mod optimizer;
 mod overrides;
 mod progress;
+mod prune;
 mod reference;
 mod renamed;
 mod rules;
@@ -31,23 +32,18 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 pub use change::{JobChange, job_values};
-pub use data::{
-    AugmentConfig, CategoryEncoding, ChatFormat, ChatLoss, ColumnsConfig, Comment, CsvConfig, DataConfig,
-    Dates, Decimal, Delimiter, Encoding, FilesConfig, Fold, IdxConfig, ImageFit, ImagesConfig, JsonConfig,
-    JsonlConfig, LoaderConfig, NormalizePreset, OnBadRecord, OnMissing, OnUnknown, OneOrMany, ParquetConfig,
-    Quote, ShapesConfig, SourceConfig, SplitKind, Task, TextConfig, TextSyntheticConfig, TokenDtype,
-    TokensConfig, TooLong, WindowMode,
-};
+pub use data::*;
 pub use error::{ErrorCode, JobError, JobErrors};
-pub use image_models::{MobilenetConfig, ResnetConfig, Stem};
-pub use layers::{BranchLayerConfig, LayerConfig, LayersConfig, ResidualActivation};
+pub use image_models::*;
+pub use layers::*;
 pub use memory::{MemoryConfig, OomAction};
-pub use model::{ActivationKind, CnnConfig, MlpConfig, ModelConfig, NormKind, StageConfig};
+pub use model::*;
 pub use optimizer::{
     AdafactorConfig, AdamwConfig, ConstantSchedule, DecaySchedule, ExponentialSchedule, LionConfig,
     OnecycleSchedule, OptimizerConfig, OptimizerKind, ScheduleConfig, SgdConfig, StepSchedule,
 };
 pub use progress::{BestMetric, CheckpointConfig, EvalConfig, Interval, LogConfig, MemoryLog, Metric};
+pub use prune::{PruneConfig, PruneSchedule, PruneScope};
 pub use reference::job_markdown;
 pub use schema::schema;
 pub use source_map::{Snippet, SourceLocation};
@@ -57,7 +53,7 @@ pub use train::{
     ClassWeightsConfig, ClassWeightsRule, InitHead, LossKind, ParamGroupConfig, Precision, RunLength,
     TrainConfig,
 };
-pub use transformer::{BertConfig, GptConfig, LlamaConfig, VitConfig};
+pub use transformer::*;
 
 /// A resolved job: every default is filled in, every path absolute.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
@@ -85,6 +81,8 @@ pub struct Job {
     pub checkpoint: CheckpointConfig,
     #[serde(default, skip_serializing_if = "StopConfig::is_off")]
     pub stop: StopConfig,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub prune: Option<PruneConfig>,
     #[serde(default)]
     pub log: LogConfig,
 }

@@ -252,8 +252,8 @@ fn gamma() -> f64 {
     0.1
 }
 
-/// Multiplies the rate by the same factor after every update, from one fraction of `optimizer.lr` to another. It may grow: the
-/// learning-rate range test of `trainer tune --lr` is such a schedule.
+/// Multiplies the rate by the same factor after every update, from one fraction of `optimizer.lr` to another. It may
+/// grow: the learning-rate range test of `trainer tune --lr` is such a schedule.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct ExponentialSchedule {

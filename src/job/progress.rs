@@ -32,13 +32,13 @@ pub struct EvalConfig {
     #[schemars(range(min = 1, max = 1_000_000_000))]
     #[serde(skip_serializing_if = "Option::is_none")]
     every_steps: Option<u64>,
-    /// Also evaluate before the first update: the value that training starts from. It writes a checkpoint of step 0, which
-    /// may be the best, and counts for `[stop]` as any other evaluation.
+    /// Also evaluate before the first update: the value that training starts from. It writes a checkpoint of step 0,
+    /// which may be the best, and counts for `[stop]` as any other evaluation.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub at_start: bool,
-    /// Metrics besides the loss, reported as `valid.NAME`, as scikit-learn computes them; by default `accuracy` of classes
-    /// and tokens, `f1_micro` and `f1_macro` of labels, `rmse` of values. Those of several regression targets are means over
-    /// the targets, and `valid.NAME.TARGET` is that of each.
+    /// Metrics besides the loss, reported as `valid.NAME`, as scikit-learn computes them; by default `accuracy` of
+    /// classes and tokens, `f1_micro` and `f1_macro` of labels, `rmse` of values. Those of several regression targets
+    /// are means over the targets, and `valid.NAME.TARGET` is that of each.
     #[schemars(extend("uniqueItems" = true))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub metrics: Option<Vec<Metric>>,
@@ -46,8 +46,8 @@ pub struct EvalConfig {
     #[schemars(range(min = 1, max = 1_048_576))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub batch_size: Option<usize>,
-    /// Texts that a language model (`gpt`, `llama`) continues once it is trained, always with the most probable token, for
-    /// `report.html`: one or a list of them.
+    /// Texts that a language model (`gpt`, `llama`) continues once it is trained, always with the most probable token,
+    /// for `report.html`: one or a list of them.
     #[serde(skip_serializing_if = "Vec::is_empty", deserialize_with = "list_of_one_or_many")]
     #[schemars(length(max = 32), transform = one_or_list)]
     pub prompts: Vec<String>,
@@ -98,7 +98,8 @@ impl EvalConfig {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Metric {
-    /// Fraction of samples whose class has the highest logit, of tokens likewise, or of samples whose labels are all right.
+    /// Fraction of samples whose class has the highest logit, of tokens likewise, or of samples whose labels are all
+    /// right.
     Accuracy,
     /// Fraction of samples whose class is among the five highest logits; of tokens likewise.
     Top5,
@@ -315,13 +316,13 @@ pub struct LogConfig {
     /// Also write a histogram of each trained parameter at every evaluation, for TensorBoard.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub histograms: bool,
-    /// Send parameters and metrics to the MLflow tracking server at this address, such as `http://localhost:5000`, in an
-    /// experiment of the job's `name`. A server that does not answer is a warning. `https` needs a build with
+    /// Send parameters and metrics to the MLflow tracking server at this address, such as `http://localhost:5000`, in
+    /// an experiment of the job's `name`. A server that does not answer is a warning. `https` needs a build with
     /// `--features https`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub mlflow: Option<String>,
-    /// Write `report.html` into the run's folder at its end, if that takes less than a second; `trainer report` writes it at
-    /// any time.
+    /// Write `report.html` into the run's folder at its end, if that takes less than a second; `trainer report` writes
+    /// it at any time.
     pub report: bool,
     /// What is kept of who held which memory. The page shows it.
     pub memory: MemoryLog,
@@ -347,7 +348,7 @@ pub enum MemoryLog {
     /// The holders at the first and at the last few out-of-memory errors.
     #[default]
     Summary,
-    /// Every reservation and release of the last two updates, before an out-of-memory error, after the last evaluation and at
-    /// the end; half a MiB of host memory for each device, which the plan counts.
+    /// Every reservation and release of the last two updates, before an out-of-memory error, after the last evaluation
+    /// and at the end; half a MiB of host memory for each device, which the plan counts.
     Detailed,
 }

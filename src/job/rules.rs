@@ -10,7 +10,8 @@ use super::error::{ErrorCode, JobError};
 use super::source_map::WHOLE_FILE;
 use super::{
     AugmentConfig, BestMetric, CategoryEncoding, ClassWeightsConfig, CsvConfig, IdxConfig, Job, JsonConfig,
-    JsonlConfig, OptimizerConfig, ParquetConfig, Precision, RunLength, SourceConfig, SplitKind, Task,
+    JsonlConfig, OptimizerConfig, ParquetConfig, Precision, PruneSchedule, RunLength, SourceConfig,
+    SplitKind, Task,
 };
 
 /// Every contradiction in `job`, reported where `tree` states it.
@@ -84,7 +85,8 @@ pub(super) fn contradictions(job: &Job, tree: &DeTable) -> Vec<SpannedError> {
     }
     let freeze = job.train.freeze.iter().map(|text| ("train.freeze", text.strip_prefix('!').unwrap_or(text)));
     let groups = job.train.groups.iter().flat_map(|group| &group.params);
-    for (key, text) in freeze.chain(groups.map(|text| ("train.groups", text.as_str()))) {
+    let skip = job.prune.iter().flat_map(|prune| &prune.skip).map(|text| ("prune.skip", text.as_str()));
+    for (key, text) in freeze.chain(groups.map(|text| ("train.groups", text.as_str()))).chain(skip) {
         if let Err(error) = glob::Pattern::new(text) {
             report(
                 key,
@@ -152,6 +154,7 @@ pub(super) fn contradictions(job: &Job, tree: &DeTable) -> Vec<SpannedError> {
         }
     }
     split_contradictions(job, tree, &mut report);
+    prune_contradictions(job, &mut report);
     if let SourceConfig::Jsonl(JsonlConfig { label: Some(_), messages, chat, pack, .. }) = &job.data.source {
         if *pack {
             let hint = "with `label` each record is a sample: remove `pack`";
@@ -274,6 +277,50 @@ fn split_contradictions(job: &Job, tree: &DeTable, report: &mut impl FnMut(&str,
             }
         }
         _ => {}
+    }
+}
+
+/// Keys of `[prune]` that contradict each other or the length of the run.
+fn prune_contradictions(job: &Job, report: &mut impl FnMut(&str, String, String)) {
+    let Some(prune) = &job.prune else { return };
+    let (begin, last, sparsity) = (prune.begin_step, prune.last_step(), prune.final_sparsity);
+    match (prune.schedule, prune.end_step) {
+        (PruneSchedule::Polynomial, None) => report(
+            "prune",
+            "`prune.end_step` is missing: a polynomial schedule ends somewhere".into(),
+            "add it, or prune all at once with `schedule = \"constant\"`".into(),
+        ),
+        (PruneSchedule::Polynomial, Some(end)) if end < begin => report(
+            "prune.end_step",
+            format!("`prune.end_step` must be at least `prune.begin_step`, {begin}, not {end}"),
+            "a schedule ends after it begins".into(),
+        ),
+        (PruneSchedule::Constant, Some(_)) => report(
+            "prune.end_step",
+            "`prune.end_step` has no effect with `schedule = \"constant\"`".into(),
+            "remove it, or the schedule, which is polynomial by default".into(),
+        ),
+        _ => {}
+    }
+    match (prune.schedule, prune.initial) {
+        (PruneSchedule::Polynomial, Some(initial)) if initial > sparsity => report(
+            "prune.initial",
+            format!("`prune.initial` must be at most `prune.final`, {sparsity}, not {initial}"),
+            "pruned weights stay zero: sparsity only grows".into(),
+        ),
+        (PruneSchedule::Constant, Some(_)) => report(
+            "prune.initial",
+            "`prune.initial` has no effect with `schedule = \"constant\"`".into(),
+            "remove it: all weights are pruned at `begin_step`".into(),
+        ),
+        _ => {}
+    }
+    if let RunLength::Steps(steps) = job.train.length()
+        && last > steps
+    {
+        let key = if prune.end_step.is_some() { "prune.end_step" } else { "prune.begin_step" };
+        let message = format!("`{key}` must be at most `train.steps`, {steps}, not {last}");
+        report(key, message, "pruning must end within the run".into());
     }
 }
 

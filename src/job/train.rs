@@ -64,8 +64,8 @@ pub struct TrainConfig {
     #[schemars(extend("exclusiveMinimum" = 0.0))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub clip_norm: Option<f64>,
-    /// Initialize the weights by name from this run, checkpoint, safetensors file, or folder of shards with their index,
-    /// in any float type; randomly if absent.
+    /// Initialize the weights by name from this run, checkpoint, safetensors file, or folder of shards with their
+    /// index, in any float type; randomly if absent.
     #[schemars(extend("format" = "path"))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub init: Option<PathBuf>,
@@ -79,10 +79,10 @@ pub struct TrainConfig {
     pub ema: Option<f64>,
     /// Parameters that training does not change: patterns on their names in checkpoints, in which `*` stands for any
     /// characters, dots too, `?` for one and `[ab]` for one of these. A pattern matches a parameter, `head.bias`, or a
-    /// module with all its parameters, `blocks.0`. A pattern that begins with `!` is an exception; the last pattern that
-    /// matches decides: `["*", "!head"]` trains the head alone. Frozen parameters take no memory for gradients and
-    /// optimizer state, and none before the first trained layer for activations; a frozen batch norm normalizes with its
-    /// running statistics and leaves them as they are. Dropout stays on.
+    /// module with all its parameters, `blocks.0`. A pattern that begins with `!` is an exception; the last pattern
+    /// that matches decides: `["*", "!head"]` trains the head alone. Frozen parameters take no memory for gradients and
+    /// optimizer state, and none before the first trained layer for activations; a frozen batch norm normalizes with
+    /// its running statistics and leaves them as they are. Dropout stays on.
     #[serde(default, skip_serializing_if = "Vec::is_empty", deserialize_with = "list_of_one_or_many")]
     #[schemars(transform = one_or_list)]
     pub freeze: Vec<String>,
@@ -151,8 +151,8 @@ pub enum InitHead {
     /// Nothing: every parameter must be there, in the same shape.
     #[default]
     Strict,
-    /// The last linear layer, which starts at random where the classes differ, and the size of the vocabulary and of the
-    /// context, of which the common part is taken.
+    /// The last linear layer, which starts at random where the classes differ, and the size of the vocabulary and of
+    /// the context, of which the common part is taken.
     Auto,
 }
 
@@ -167,7 +167,8 @@ pub enum LossKind {
     CrossEntropy,
     /// Binary cross-entropy of a sigmoid per label; of two classes it is `cross_entropy`.
     Bce,
-    /// `cross_entropy` or `bce`, times (1 - probability of the target)^`focal_gamma`: what is predicted well counts less.
+    /// `cross_entropy` or `bce`, times (1 - probability of the target)^`focal_gamma`: what is predicted well counts
+    /// less.
     Focal,
     /// Mean squared error.
     Mse,

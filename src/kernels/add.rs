@@ -36,7 +36,9 @@ pub fn inplace(a: &Tensor, b: &Tensor, act: Activation) -> Result<Tensor> {
     }
     with_elem!(a.dtype(), T => {
         let b = cpu::view::<T>(b)?;
-        cpu::with_slice_mut::<T, _>(a, |a| cpu::parallel_for_rows(a, 1, |start, a| add_activation(a, &b[start..][..a.len()], act)))?;
+        cpu::with_slice_mut::<T, _>(a, |a| {
+            cpu::parallel_for_rows(a, 1, |start, a| add_activation(a, &b[start..][..a.len()], act))
+        })?;
     });
     Ok(a.clone())
 }
@@ -52,15 +54,18 @@ pub fn activation_backward_inplace(y: &Tensor, dy: &Tensor, act: Activation) -> 
         cpu::with_slice_mut::<T, _>(dy, |dy| cpu::parallel_for_rows(dy, 1, |start, dy| {
             let y = &y[start..][..dy.len()];
             vectorised!(T, || {
-                each_activation!(act, f => dy.iter_mut().zip(y).for_each(|(dy, y)| *dy = T::from_acc(dy.to_acc() * f.derivative(y.to_acc()))))
+                each_activation!(act, f => dy
+                    .iter_mut()
+                    .zip(y)
+                    .for_each(|(dy, y)| *dy = T::from_acc(dy.to_acc() * f.derivative(y.to_acc()))))
             })
         }))
     })
 }
 
 fn add_activation<T: Elem>(a: &mut [T], b: &[T], act: Activation) {
-    vectorised!(
-        T,
-        || each_activation!(act, f => a.iter_mut().zip(b).for_each(|(a, b)| *a = T::from_acc(f.value(a.to_acc() + b.to_acc())))),
-    )
+    vectorised!(T, || each_activation!(act, f => a
+            .iter_mut()
+            .zip(b)
+            .for_each(|(a, b)| *a = T::from_acc(f.value(a.to_acc() + b.to_acc())))),)
 }

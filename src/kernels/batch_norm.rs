@@ -13,7 +13,7 @@ use super::clamp::ClampActivation;
 #[cfg(feature = "cuda")]
 use super::cuda;
 use super::linear::WeightBiasGrads;
-use super::{Activation, Elem, Real, add, cpu, reference};
+use super::{Activation, Elem, Real, add, cpu, kernel_timer, reference};
 use crate::base::MicroBatchSpec;
 use crate::with_elem;
 
@@ -81,6 +81,7 @@ impl BatchNormKernel<'_> {
         residual: &Tensor,
         act: Activation,
     ) -> Result<(Tensor, Tensor)> {
+        let _scope = kernel_timer::enter(module_path!());
         #[cfg(feature = "cuda")]
         if let (Some(device), Some(act)) = (cuda::device_of(x), self.fusable_clamp(act)) {
             return self.forward_cuda(device, x, running, Some((residual, act)));
@@ -202,6 +203,7 @@ impl BatchNormKernel<'_> {
         grads: &WeightBiasGrads,
         needs_input_grad: bool,
     ) -> Result<Option<Tensor>> {
+        let _scope = kernel_timer::enter(module_path!());
         #[cfg(feature = "cuda")]
         if let (Some(device), Some(act)) = (cuda::device_of(x), self.fusable_clamp(act)) {
             return self.backward_cuda(device, x, saved_stats, (dy, Some((y, act))), grads, needs_input_grad);
@@ -292,8 +294,8 @@ pub fn workspace(at: MicroBatchSpec, layout: &ChannelLayout) -> (u64, u64) {
 }
 
 /// Bytes of temporaries of [`evaluate`](BatchNormKernel::evaluate) and of
-/// [`evaluate_backward`](BatchNormKernel::evaluate_backward): statistics and coefficients, and the zeros that the second
-/// replaces two of them with.
+/// [`evaluate_backward`](BatchNormKernel::evaluate_backward): statistics and coefficients, and the zeros that the
+/// second replaces two of them with.
 pub fn evaluate_workspace(at: MicroBatchSpec, channels: usize) -> (u64, u64) {
     let acc = if at.dtype == DType::F64 { 8 } else { 4 };
     match at.backend.is_reference() {

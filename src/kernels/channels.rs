@@ -11,6 +11,7 @@ use candle_core::DType;
 use rayon::prelude::*;
 
 use super::clamp::{ClampActivation, clamp, clamp_backward};
+use super::grid::GRID_SMS;
 use super::{Elem, Real, cpu};
 use crate::vectorised;
 
@@ -69,8 +70,8 @@ impl ChannelLayout {
     }
 }
 
-/// Thread blocks that fill a large GPU once: `COLUMN_BLOCKS` on each of its 132 SMs.
-const FULL_GRID_BLOCKS: usize = 3 * 132;
+/// Thread blocks that fill a GPU once: `COLUMN_BLOCKS` on each SM.
+const FULL_GRID_BLOCKS: usize = 3 * GRID_SMS;
 
 /// How the CUDA kernels split a unit: into `parts` of `chunk` rows, one thread block each.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -197,7 +197,7 @@ template <class T, class R> __global__ void accumulate_gradient(const T *what, R
 // Enough blocks to fill a GPU; each loops over more work.
 unsigned grid_blocks(int64_t work) {
     int64_t wanted = (work + 255) / 256;
-    return unsigned(wanted < 132 * 64 ? wanted : 132 * 64);
+    return unsigned(wanted < GRID_SMS * 64 ? wanted : GRID_SMS * 64);
 }
 
 } // namespace

@@ -240,6 +240,7 @@ impl ConvKernel<'_> {
         grads: &WeightBiasGrads,
         residual_grad: &Tensor,
     ) -> Result<Tensor> {
+        let _scope = super::kernel_timer::enter(module_path!());
         #[cfg(feature = "cuda")]
         if let Some(device) = cuda::device_of(&dy)
             && self.geometry.is_pointwise()
@@ -423,8 +424,8 @@ fn chunk_images(chunk: usize, chunks: usize, batch: usize) -> Range<usize> {
     start..start + each + usize::from(chunk < larger)
 }
 
-/// Bytes of temporaries of the forward pass and of the backward pass, which computes these gradients besides that of the
-/// input.
+/// Bytes of temporaries of the forward pass and of the backward pass, which computes these gradients besides that of
+/// the input.
 pub fn workspace(
     geometry: &ConvGeometry,
     (weight_grad, bias_grad): (bool, bool),
@@ -575,12 +576,20 @@ fn apply_bias_activation<T: Elem>(
         each_activation!(act, f => {
             for (i, (acc, y)) in acc.chunks_exact(n).zip(y.chunks_exact_mut(n)).enumerate() {
                 match bias {
-                    Some(bias) => y.iter_mut().zip(acc).zip(bias).for_each(|((y, w), b)| *y = T::from_acc(f.value(*w + b.to_acc()))),
+                    Some(bias) => y
+                .iter_mut()
+                .zip(acc)
+                .zip(bias)
+                .for_each(|((y, w), b)| *y = T::from_acc(f.value(*w + b.to_acc()))),
                     None => y.iter_mut().zip(acc).for_each(|(y, w)| *y = T::from_acc(f.value(*w))),
                 }
                 if let Some(preact) = preact.get_mut(i * n..(i + 1) * n) {
                     match bias {
-                        Some(bias) => preact.iter_mut().zip(acc).zip(bias).for_each(|((p, w), b)| *p = T::from_acc(*w + b.to_acc())),
+                        Some(bias) => preact
+                    .iter_mut()
+                    .zip(acc)
+                    .zip(bias)
+                    .for_each(|((p, w), b)| *p = T::from_acc(*w + b.to_acc())),
                         None => preact.iter_mut().zip(acc).for_each(|(p, w)| *p = T::from_acc(*w)),
                     }
                 }

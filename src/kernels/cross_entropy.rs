@@ -44,8 +44,8 @@ pub struct LinearCrossEntropy<'a> {
     pub bias: Option<&'a Tensor>,
     /// Fraction of the target that is spread over all classes (label smoothing).
     pub smoothing: f64,
-    /// Exponent of the focal loss, which multiplies the cross-entropy by (1 - probability of the class)^gamma; 0 for plain
-    /// cross-entropy. Not with smoothing or two classes per row.
+    /// Exponent of the focal loss, which multiplies the cross-entropy by (1 - probability of the class)^gamma; 0 for
+    /// plain cross-entropy. Not with smoothing or two classes per row.
     pub focal_gamma: f64,
     /// A weight per class. The mean loss divides by the sum of the targets' weights.
     pub class_weights: Option<&'a ClassWeights>,
@@ -138,9 +138,9 @@ impl LinearCrossEntropy<'_> {
         Ok(loss)
     }
 
-    /// Returns the metric sums and, if `needs_input_grad`, the gradient of `scale` times the summed loss with respect to
-    /// `x`, and accumulates the gradients of weight and bias into `grads`. `targets` holds one class per row, (class,
-    /// bits of the row's weight), or (class, class, bits of the first one's fraction). Only
+    /// Returns the metric sums and, if `needs_input_grad`, the gradient of `scale` times the summed loss with respect
+    /// to `x`, and accumulates the gradients of weight and bias into `grads`. `targets` holds one class per row,
+    /// (class, bits of the row's weight), or (class, class, bits of the first one's fraction). Only
     /// [`evaluate`](Self::evaluate) counts top-1 and top-5 hits reliably: some
     /// implementations skip them here.
     pub fn forward_backward(
@@ -551,7 +551,12 @@ mod tests {
     proptest! {
         /// The last batch of an epoch, which is smaller, stays within the plan.
         #[test]
-        fn fewer_rows_take_no_more_of_a_card(rows in 1usize..20_000, less in 0usize..20_000, classes in 2usize..60_000, narrow: bool) {
+        fn fewer_rows_take_no_more_of_a_card(
+            rows in 1usize..20_000,
+            less in 0usize..20_000,
+            classes in 2usize..60_000,
+            narrow: bool,
+        ) {
             let (dtype, fewer) = (if narrow { DType::BF16 } else { DType::F32 }, rows.saturating_sub(less).max(1));
             let room = |rows| {
                 let (judge, learn) = cuda_workspace(dtype, rows, classes, false, false);
@@ -560,8 +565,12 @@ mod tests {
             let (few, many) = (room(fewer), room(rows));
             prop_assert!(few.0 <= many.0 && few.1 <= many.1, "{few:?} for {fewer} rows, {many:?} for {rows}");
             // The logits stay within the budget, except for the minimum number of rows.
-            let most = (CUDA_LOGIT_BYTES as u64).max((CUDA_ROW_MULTIPLE * cuda_logit_stride(classes) * dtype.size_in_bytes()) as u64);
-            prop_assert!(cpu::size_in_bytes(dtype, cuda_chunk_rows(dtype, rows, classes) * cuda_logit_stride(classes)) <= most);
+            let most = (CUDA_LOGIT_BYTES as u64)
+                .max((CUDA_ROW_MULTIPLE * cuda_logit_stride(classes) * dtype.size_in_bytes()) as u64);
+            prop_assert!(
+                cpu::size_in_bytes(dtype, cuda_chunk_rows(dtype, rows, classes) * cuda_logit_stride(classes))
+                    <= most
+            );
         }
     }
 }

@@ -415,7 +415,7 @@ template <class T, int N> BlockLayout layout_in_smem(const Windows &g) {
 
 // Enough blocks to fill a GPU, in groups that cover all channels; each loops over more work.
 unsigned grid_blocks(const BlockLayout &layout, int64_t work) {
-    int64_t wanted = (work + layout.block_rows - 1) / layout.block_rows, most = (132 * 16 + layout.tiles_x - 1) / layout.tiles_x;
+    int64_t wanted = (work + layout.block_rows - 1) / layout.block_rows, most = (GRID_SMS * 16 + layout.tiles_x - 1) / layout.tiles_x;
     return unsigned((wanted < most ? wanted : most) * layout.tiles_x);
 }
 

@@ -25,7 +25,10 @@ pub enum Dispatch {
 
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub enum DispatchError {
-    #[error("`{ENV_VAR}={0}` names no dispatch; allowed: {names}", names = Dispatch::ALL.map(Dispatch::name).join(", "))]
+    #[error(
+        "`{ENV_VAR}={0}` names no dispatch; allowed: {names}",
+        names = Dispatch::ALL.map(Dispatch::name).join(", ")
+    )]
     Unknown(String),
     #[error("`{ENV_VAR}={name}` asks for instructions that this processor or system does not have", name = .0.name())]
     Unavailable(Dispatch),
@@ -120,8 +123,15 @@ fn amx_is_permitted() -> bool {
     let status: isize;
     // SAFETY: the system call reads its two integer arguments and no memory; the kernel overwrites rcx and r11.
     unsafe {
-        std::arch::asm!("syscall", inlateout("rax") SYS_ARCH_PRCTL => status, in("rdi") ARCH_REQ_XCOMP_PERM, in("rsi") XFEATURE_XTILEDATA,
-            out("rcx") _, out("r11") _, options(nostack))
+        std::arch::asm!(
+            "syscall",
+            inlateout("rax") SYS_ARCH_PRCTL => status,
+            in("rdi") ARCH_REQ_XCOMP_PERM,
+            in("rsi") XFEATURE_XTILEDATA,
+            out("rcx") _,
+            out("r11") _,
+            options(nostack)
+        )
     };
     status == 0
 }

@@ -18,8 +18,8 @@ pub struct EmbeddingKernel<'a> {
     pub positions: Option<&'a Tensor>,
     /// (token types, width): every token has type 0.
     pub token_types: Option<&'a Tensor>,
-    /// The position of each row's first token; 0 if absent. Rows are padded at the end: padding beyond the last position
-    /// has that position.
+    /// The position of each row's first token; 0 if absent. Rows are padded at the end: padding beyond the last
+    /// position has that position.
     pub starts: Option<&'a [usize]>,
 }
 

@@ -1,73 +1,101 @@
-//! Measures the kernels that a thread runs on the CPU, on request: where the time within a layer goes.
+//! Measures the kernels that a thread runs, on request: where the time within a layer goes.
 //!
-//! A thread that has no recording pays one check per kernel. A kernel is known by its file in `src/kernels`. It counts for
-//! the thread that calls it, which waits for the threads that help it: the part of a kernel that runs on another thread
-//! is within the time of its caller and has no span of its own.
+//! A thread that has no recording pays one check per kernel. A kernel is known by its file in `src/kernels`. On the CPU it counts
+//! for the thread that calls it, which waits for the threads that help it: the part of a kernel that runs on another thread
+//! is within the time of its caller and has no span of its own. On a GPU it is the time from one event to another in the
+//! compute stream, and nothing waits while the kernels are recorded.
 
 use std::cell::{Cell, RefCell};
-use std::time::Instant;
+
+use super::moment::{Clock, Moment};
 
 /// One call of a kernel.
 #[derive(Clone, Copy, Debug)]
 pub struct KernelSpan {
     pub kernel: &'static str,
-    pub start: Instant,
+    /// Since the origin of the recording.
+    pub start_s: f64,
     pub seconds: f64,
     /// Without the kernels that it called in turn: these never add up to more than the time in which they ran.
     pub self_seconds: f64,
 }
 
+/// A call that has ended.
+struct KernelCall {
+    kernel: &'static str,
+    start: Moment,
+    end: Moment,
+    /// Kernels that it ran within.
+    depth: usize,
+}
+
 #[derive(Default)]
 struct Recording {
-    spans: Vec<KernelSpan>,
-    /// Seconds of the kernels called by each kernel that is running, the innermost last.
-    called_s: Vec<f64>,
+    clock: Clock,
+    calls: Vec<KernelCall>,
+    /// Kernels that are running.
+    depth: usize,
 }
 
 thread_local! {
     static IS_RECORDING: Cell<bool> = const { Cell::new(false) };
-    static RECORDING: RefCell<Recording> = const { RefCell::new(Recording { spans: Vec::new(), called_s: Vec::new() }) };
+    static RECORDING: RefCell<Recording> =
+        const { RefCell::new(Recording { clock: Clock::Host, calls: Vec::new(), depth: 0 }) };
 }
 
 /// Records the kernels that this thread calls until [`take`].
-pub fn start() {
-    RECORDING.take();
+pub fn start(clock: Clock) {
+    RECORDING.set(Recording { clock, ..Recording::default() });
     IS_RECORDING.set(true);
 }
 
 /// Kernels recorded so far.
 pub fn count() -> usize {
-    RECORDING.with_borrow(|recording| recording.spans.len())
+    RECORDING.with_borrow(|recording| recording.calls.len())
 }
 
-/// Ends the recording and returns it, in the order in which the kernels ended.
-pub fn take() -> Vec<KernelSpan> {
+/// Ends the recording and returns it, in the order in which the kernels ended. Waits for them.
+pub fn take(origin: &Moment) -> Vec<KernelSpan> {
     IS_RECORDING.set(false);
-    RECORDING.take().spans
+    let mut called_s = Vec::new();
+    let span = |call: KernelCall| {
+        let (start_s, end_s) = (origin.seconds_to(&call.start), origin.seconds_to(&call.end));
+        let seconds = end_s - start_s;
+        // The kernels that it called ended before it, one level deeper.
+        called_s.resize(called_s.len().max(call.depth + 2), 0.0);
+        called_s[call.depth] += seconds;
+        let self_seconds = (seconds - std::mem::take(&mut called_s[call.depth + 1])).max(0.0);
+        KernelSpan { kernel: call.kernel, start_s, seconds, self_seconds }
+    };
+    RECORDING.take().calls.into_iter().map(span).collect()
 }
 
 /// A kernel that runs until this is dropped.
 pub struct KernelScope {
     module: &'static str,
-    start: Instant,
+    /// `None` once it has ended.
+    start: Option<Moment>,
 }
 
 /// A scope of the kernel in this module, if this thread has a recording.
 pub fn enter(module: &'static str) -> Option<KernelScope> {
     IS_RECORDING.get().then(|| {
-        RECORDING.with_borrow_mut(|recording| recording.called_s.push(0.0));
-        KernelScope { module, start: Instant::now() }
+        let start = RECORDING.with_borrow_mut(|recording| {
+            recording.depth += 1;
+            recording.clock.now()
+        });
+        KernelScope { module, start: Some(start) }
     })
 }
 
 impl Drop for KernelScope {
     fn drop(&mut self) {
-        let seconds = self.start.elapsed().as_secs_f64();
+        let Some(start) = self.start.take() else { return };
         RECORDING.with_borrow_mut(|recording| {
-            let self_seconds = seconds - recording.called_s.pop().unwrap_or(0.0);
-            recording.called_s.last_mut().into_iter().for_each(|called| *called += seconds);
-            let kernel = kernel_name(self.module);
-            recording.spans.push(KernelSpan { kernel, start: self.start, seconds, self_seconds });
+            let end = recording.clock.now();
+            recording.depth = recording.depth.saturating_sub(1);
+            let (kernel, depth) = (kernel_name(self.module), recording.depth);
+            recording.calls.push(KernelCall { kernel, start, end, depth });
         });
     }
 }
@@ -85,7 +113,8 @@ mod tests {
     #[test]
     fn the_time_of_a_kernel_is_without_the_kernels_that_it_calls() {
         assert!(enter(module_path!()).is_none());
-        start();
+        let origin = Clock::Host.now();
+        start(Clock::Host);
         {
             let _outer = enter("trainer::kernels::linear");
             for _ in 0..2 {
@@ -94,11 +123,14 @@ mod tests {
             }
         }
         assert_eq!(count(), 3);
-        let spans = take();
+        let spans = take(&origin);
         assert_eq!(spans.iter().map(|span| span.kernel).collect::<Vec<_>>(), ["matmul", "matmul", "linear"]);
         let sum: f64 = spans.iter().map(|span| span.self_seconds).sum();
         assert!((sum - spans[2].seconds).abs() < 1e-9 && spans.iter().all(|span| span.self_seconds >= 0.0));
-        assert!(enter(module_path!()).is_none() && take().is_empty());
+        assert!(
+            spans[2].start_s <= spans[0].start_s && spans[0].start_s + spans[0].seconds <= spans[1].start_s
+        );
+        assert!(enter(module_path!()).is_none() && take(&origin).is_empty());
         assert_eq!(kernel_name("trainer::layers::first_token"), "first_token");
     }
 }

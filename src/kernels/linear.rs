@@ -10,6 +10,7 @@ use rayon::prelude::*;
 
 use super::activation::{apply, each_activation};
 use super::clamp::ClampActivation;
+use super::grid::GRID_SMS;
 use super::matmul::{
     CpuEpilogue, MatView, Threading, gemm, gemm_workspace, is_native_dtype, matmul, matmul_epilogue,
     matmul_workspace,
@@ -176,7 +177,7 @@ impl LinearKernel<'_> {
         grads: &WeightBiasGrads,
         needs_input_grad: bool,
     ) -> Result<Option<Tensor>> {
-        on_cuda!(&dy, |device| self.backward_cuda(device, x, v, dy, grads, needs_input_grad));
+        on_cuda!(self.weight, |device| self.backward_cuda(device, x, v, dy, grads, needs_input_grad));
         if !reference::has_cpu_kernel(&dy) {
             return match x {
                 Some(x) => self.backward_reference(x, dy, grads, needs_input_grad),
@@ -313,10 +314,10 @@ pub fn workspace(
     (output, if runs_concurrently(dtype) { weight + input } else { weight.max(input) })
 }
 
-/// Row ranges whose column sums CUDA computes separately. Enough thread blocks of 128 columns for a large GPU (six on
-/// each of 132 SMs); depends on the sizes alone.
+/// Row ranges whose column sums CUDA computes separately. Enough thread blocks of 128 columns to put six on
+/// each SM.
 pub fn cuda_row_ranges(rows: usize, n: usize) -> usize {
-    (792 / n.div_ceil(128)).clamp(1, rows.div_ceil(32).clamp(1, 256))
+    (6 * GRID_SMS / n.div_ceil(128)).clamp(1, rows.div_ceil(32).clamp(1, 256))
 }
 
 /// Bytes of the partial sums of a bias gradient on CUDA.
@@ -329,7 +330,7 @@ pub fn bias_gradient_workspace(dtype: DType, rows: usize, n: usize) -> u64 {
 pub fn hopper_supports(dtype: DType, rows: usize, columns: usize, k: usize) -> bool {
     let tiles = rows.div_ceil(128) * columns / 256;
     let whole = k.is_multiple_of(64) && columns.is_multiple_of(256);
-    dtype == DType::BF16 && whole && k >= 6 * 64 && tiles >= 2 * 132 && rows <= i32::MAX as usize
+    dtype == DType::BF16 && whole && k >= 6 * 64 && tiles >= 2 * GRID_SMS && rows <= i32::MAX as usize
 }
 
 /// Like [`hopper_supports`], for logits: the last column tile may be partial if there are many.
@@ -379,7 +380,10 @@ pub(super) fn activation_backward<T: Elem>(
             for (row, d) in d.chunks_exact_mut(n).enumerate() {
                 if let Some(v) = v {
                     let v = &v[i * chunk + row * n..][..n];
-                    each_activation!(act, f => d.iter_mut().zip(v).for_each(|(d, v)| *d = T::from_acc(d.to_acc() * f.derivative(v.to_acc()))));
+                    each_activation!(act, f => d
+                        .iter_mut()
+                        .zip(v)
+                        .for_each(|(d, v)| *d = T::from_acc(d.to_acc() * f.derivative(v.to_acc()))));
                 }
                 sum.iter_mut().zip(d).for_each(|(s, d)| *s += d.to_acc());
             }

@@ -323,7 +323,8 @@ pub fn try_conv<T: Elem>(out: &mut [T], args: ConvArgs<T>) -> bool {
     if dispatch() == Dispatch::Amx {
         let batch = images.len() / (g.height * g.width * g.in_channels);
         let handled = with_amx_elem!(T::DTYPE, E => {
-            match (downcast_slice_mut::<T, E>(out), downcast_slice::<T, E>(images), downcast_slice(weight), epilogue.downcast()) {
+            let out = downcast_slice_mut::<T, E>(out);
+            match (out, downcast_slice::<T, E>(images), downcast_slice(weight), epilogue.downcast()) {
                 (Some(out), Some(images), Some(weight), Some(epilogue)) if amx::supports_conv::<E>(g, batch) => {
                     // SAFETY: the dispatch is AMX, and the asserts above checked every size.
                     unsafe { amx::conv(out, ConvArgs { g, images, weight, input_gradient, epilogue }) };
@@ -342,7 +343,9 @@ pub fn try_conv<T: Elem>(out: &mut [T], args: ConvArgs<T>) -> bool {
 pub fn conv_workspace(dtype: DType, g: &ConvGeometry, batch: usize) -> Option<u64> {
     #[cfg(target_arch = "x86_64")]
     if dispatch() == Dispatch::Amx {
-        let bytes = with_amx_elem!(dtype, E => amx::supports_conv::<E>(g, batch).then(|| amx::conv_workspace::<E>(g, batch)));
+        let bytes = with_amx_elem!(dtype, E => {
+            amx::supports_conv::<E>(g, batch).then(|| amx::conv_workspace::<E>(g, batch))
+        });
         return bytes.map(|bytes| bytes as u64);
     }
     let _ = (dtype, g, batch);
@@ -366,13 +369,15 @@ pub fn try_conv_weight_gradient<T: Elem>(
     #[cfg(target_arch = "x86_64")]
     if dispatch() == Dispatch::Amx {
         let batch = images.len() / (g.height * g.width * g.in_channels);
-        let handled = with_amx_elem!(T::DTYPE, E => match (downcast_slice_mut(dweight), downcast_slice::<T, E>(images), downcast_slice(d)) {
-            (Some(dweight), Some(images), Some(d)) if amx::supports_conv_weight_gradient::<E>(g, batch) => {
-                // SAFETY: the dispatch is AMX, and the asserts above checked every size.
-                unsafe { amx::conv_weight_gradient(dweight, g, images, d) };
-                Some(())
+        let handled = with_amx_elem!(T::DTYPE, E => {
+            match (downcast_slice_mut(dweight), downcast_slice::<T, E>(images), downcast_slice(d)) {
+                (Some(dweight), Some(images), Some(d)) if amx::supports_conv_weight_gradient::<E>(g, batch) => {
+                    // SAFETY: the dispatch is AMX, and the asserts above checked every size.
+                    unsafe { amx::conv_weight_gradient(dweight, g, images, d) };
+                    Some(())
+                }
+                _ => None,
             }
-            _ => None,
         });
         return handled.is_some();
     }
@@ -383,7 +388,10 @@ pub fn try_conv_weight_gradient<T: Elem>(
 pub fn conv_weight_gradient_workspace(dtype: DType, g: &ConvGeometry, batch: usize) -> Option<u64> {
     #[cfg(target_arch = "x86_64")]
     if dispatch() == Dispatch::Amx {
-        let bytes = with_amx_elem!(dtype, E => amx::supports_conv_weight_gradient::<E>(g, batch).then(|| amx::conv_weight_gradient_workspace::<E>(g, batch)));
+        let bytes = with_amx_elem!(dtype, E => {
+            amx::supports_conv_weight_gradient::<E>(g, batch)
+                .then(|| amx::conv_weight_gradient_workspace::<E>(g, batch))
+        });
         return bytes.map(|bytes| bytes as u64);
     }
     let _ = (dtype, g, batch);

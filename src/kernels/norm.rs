@@ -6,6 +6,7 @@ mod gpu;
 use candle_core::{DType, Result, Tensor};
 use rayon::prelude::*;
 
+use super::grid::GRID_SMS;
 use super::linear::{WeightBiasGrads, add_partials};
 use super::{Elem, Real, cpu, lanes, reference};
 use crate::{vectorised, with_elem};
@@ -35,8 +36,8 @@ pub fn chunk_rows(width: usize) -> usize {
     cpu::rows_per_chunk(width).max(32)
 }
 
-/// Number of row ranges, one per block, whose parameter gradients a GPU sums separately: as many blocks as the 132 SMs
-/// of a large GPU run at once. A block has four warps if a warp holds a whole row, otherwise one thread per 16 bytes of
+/// Number of row ranges, one per block, whose parameter gradients a GPU sums separately: as many blocks as the SMs
+/// of a GPU run at once. A block has four warps if a warp holds a whole row, otherwise one thread per 16 bytes of
 /// a row.
 pub fn cuda_row_ranges(dtype: DType, rows: usize, width: usize) -> usize {
     let bytes = width * dtype.size_in_bytes();
@@ -46,7 +47,7 @@ pub fn cuda_row_ranges(dtype: DType, rows: usize, width: usize) -> usize {
         769..=1536 => 2,
         _ => (512 / threads).clamp(4, 8),
     };
-    rows.div_ceil(8).clamp(1, 132 * blocks)
+    rows.div_ceil(8).clamp(1, GRID_SMS * blocks)
 }
 
 /// Bytes of these partial sums for `vectors` parameter vectors, plus the column sums of the input's gradient.

@@ -168,8 +168,8 @@ fn backward_cpu<T: Elem>(
     dx?.map(|dx| cpu::tensor(dx, shape)).transpose()
 }
 
-/// Bytes of temporaries of the forward and the backward pass of maps from `k` values to `widths`, each of them `trained`
-/// or frozen.
+/// Bytes of temporaries of the forward and the backward pass of maps from `k` values to `widths`, each of them
+/// `trained` or frozen.
 pub fn workspace(dtype: DType, rows: usize, k: usize, widths: &[usize], trained: &[bool]) -> (u64, u64) {
     let acc = cpu::acc_bytes(dtype);
     // Results in the accumulator type, if that is not the stored type.

@@ -167,8 +167,8 @@ impl LinearPointwiseLoss<'_> {
         loss.sum_all()? / values as f64
     }
 
-    /// Returns the metric sums and, if `needs_input_grad`, the gradient of `scale` times the summed loss with respect to
-    /// `x`, and accumulates the gradients of weight and bias into `grads`. `targets` are f32.
+    /// Returns the metric sums and, if `needs_input_grad`, the gradient of `scale` times the summed loss with respect
+    /// to `x`, and accumulates the gradients of weight and bias into `grads`. `targets` are f32.
     pub fn forward_backward(
         &self,
         x: &Tensor,
@@ -278,8 +278,8 @@ impl LinearPointwiseLoss<'_> {
     }
 }
 
-/// Workspace in bytes of `evaluate` and of `forward_backward` for `rows` rows of predictions, with a weight that is frozen
-/// or `trained`.
+/// Workspace in bytes of `evaluate` and of `forward_backward` for `rows` rows of predictions, with a weight that is
+/// frozen or `trained`.
 pub fn workspace(dtype: DType, rows: usize, outputs: usize, width: usize, trained: bool) -> (u64, u64) {
     let (forward, backward) =
         super::linear::workspace(dtype, WeightLayout::OutIn, rows, (width, outputs), trained);

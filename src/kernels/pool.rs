@@ -73,7 +73,8 @@ pub fn max(x: &Tensor, w: &PoolGeometry) -> Result<(Tensor, Tensor)> {
         let mut y = cpu::uninit::<T>(batch * h * width * c);
         let mut indices = vec![0u8; y.len()];
         use rayon::prelude::*;
-        y.par_chunks_mut(width * c).zip(indices.par_chunks_mut(width * c)).enumerate().with_min_len(8).for_each(|(line, (y, which))| {
+        let lines = y.par_chunks_mut(width * c).zip(indices.par_chunks_mut(width * c)).enumerate();
+        lines.with_min_len(8).for_each(|(line, (y, which))| {
             let values = &values[line / h * image_len..][..image_len];
             vectorised!(T, || {
                 for (ox, (y, indices)) in y.chunks_exact_mut(c).zip(which.chunks_exact_mut(c)).enumerate() {
@@ -106,11 +107,16 @@ pub fn max_backward(indices: &Tensor, dy: &Tensor, w: &PoolGeometry) -> Result<T
         let (indices, d) = (cpu::view::<u8>(indices)?, cpu::view::<T>(dy)?);
         let (image_len, batch) = (w.height * w.width * w.channels, dy.dim(0)?);
         // Windows that tile the image exactly write each pixel once, so `dx` needs no zeroing.
-        let disjoint = w.stride == w.size && w.padding == 0 && w.height.is_multiple_of(w.size) && w.width.is_multiple_of(w.size);
+        let disjoint = w.stride == w.size
+            && w.padding == 0
+            && w.height.is_multiple_of(w.size)
+            && w.width.is_multiple_of(w.size);
         let mut dx = if disjoint { cpu::uninit::<T>(batch * image_len) } else { cpu::zeros::<T>(batch * image_len) };
         cpu::parallel_for_chunks(&mut dx, image_len, |b, dx| match disjoint {
             true => scatter_gradient(&indices, &d, w, b, dx, |_, share| share),
-            false => scatter_gradient(&indices, &d, w, b, dx, |there: T, share: T| T::from_acc(there.to_acc() + share.to_acc())),
+            false => scatter_gradient(&indices, &d, w, b, dx, |there: T, share: T| {
+                T::from_acc(there.to_acc() + share.to_acc())
+            }),
         });
         cpu::tensor(dx, (batch, w.height, w.width, w.channels))
     })

@@ -50,6 +50,7 @@ mod gpu {
     use super::{SampleKeys, pack_sample_info};
     use crate::base::random::RngKey;
     use crate::kernels::cuda::{RawStream, check_status, graph, pointer, stream, uninit};
+    use crate::kernels::kernel_timer;
 
     /// Uploads words from the host now. A graph replay would not repeat this with new values.
     pub fn upload(device: &CudaDevice, words: &[u32]) -> Result<Tensor> {
@@ -60,6 +61,7 @@ mod gpu {
     impl SampleKeys<'_> {
         /// Derives the key of each sample on the device.
         pub fn derive(&self, device: &CudaDevice) -> Result<Tensor> {
+            let _scope = kernel_timer::enter(module_path!());
             let uploaded = match self.sample_info {
                 Some(_) => None,
                 None => Some(upload(device, &pack_sample_info(self.epoch, self.ids, &[]))?),

@@ -22,7 +22,9 @@ pub fn forward(x: &Tensor, rows: usize, cols: usize) -> Result<Tensor> {
         let values = cpu::view::<T>(x)?;
         let mut y = cpu::uninit::<T>(values.len());
         let matrix = (rows * cols).max(1);
-        cpu::parallel_for_chunks(&mut y, matrix, |i, y| transpose_columns(&values[i * matrix..][..matrix], y, rows, cols, 0));
+        cpu::parallel_for_chunks(&mut y, matrix, |i, y| {
+            transpose_columns(&values[i * matrix..][..matrix], y, rows, cols, 0)
+        });
         cpu::tensor(y, (batch, cols, rows))
     })
 }

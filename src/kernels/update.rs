@@ -262,7 +262,9 @@ pub fn sum_of_squares(values: &Tensor) -> Result<f64> {
             }
             sums.iter().map(|s| s.as_f64()).sum::<f64>()
         });
-        let chunks = cpu::parallel_map(values.len().div_ceil(CHUNK), &|i| sum(&values[i * CHUNK..values.len().min((i + 1) * CHUNK)]));
+        let chunks = cpu::parallel_map(values.len().div_ceil(CHUNK), &|i| {
+            sum(&values[i * CHUNK..values.len().min((i + 1) * CHUNK)])
+        });
         Ok(chunks.into_iter().sum())
     })
 }
@@ -277,7 +279,9 @@ pub fn cast_into(from: &Tensor, to: &Tensor) -> Result<()> {
         let from = cpu::view::<F>(from)?;
         with_elem!(to.dtype(), T => cpu::with_slice_mut::<T, _>(to, |to| {
             cpu::parallel_for_chunks(to, CHUNK, |i, to| vectorised!(T, || {
-                to.iter_mut().zip(&from[i * CHUNK..]).for_each(|(to, from)| *to = T::from_acc(<T as Elem>::Acc::of_f64(from.to_acc().as_f64())))
+                to.iter_mut().zip(&from[i * CHUNK..]).for_each(|(to, from)| {
+                    *to = T::from_acc(<T as Elem>::Acc::of_f64(from.to_acc().as_f64()))
+                })
             }))
         }))
     })
@@ -294,7 +298,10 @@ pub fn ema_update(average: &Tensor, values: &Tensor, decay: f64) -> Result<()> {
         let (keep, rest) = (<T as Elem>::Acc::of_f64(decay), <T as Elem>::Acc::of_f64(1.0 - decay));
         cpu::with_slice_mut::<T, _>(average, |average| {
             cpu::parallel_for_chunks(average, CHUNK, |i, average| vectorised!(T, || {
-                average.iter_mut().zip(&values[i * CHUNK..]).for_each(|(a, v)| *a = T::from_acc(keep * a.to_acc() + rest * v.to_acc()))
+                average
+                    .iter_mut()
+                    .zip(&values[i * CHUNK..])
+                    .for_each(|(a, v)| *a = T::from_acc(keep * a.to_acc() + rest * v.to_acc()))
             }))
         })
     })
@@ -320,5 +327,7 @@ pub fn clear(values: &Tensor) -> Result<()> {
     if !reference::has_cpu_kernel(values) {
         return values.slice_set(&values.zeros_like()?, 0, 0);
     }
-    with_elem!(values.dtype(), T => cpu::with_slice_mut::<T, _>(values, |v| cpu::parallel_for_chunks(v, CHUNK, |_, v| v.fill(T::default()))))
+    with_elem!(values.dtype(), T => cpu::with_slice_mut::<T, _>(values, |v| {
+        cpu::parallel_for_chunks(v, CHUNK, |_, v| v.fill(T::default()))
+    }))
 }

@@ -134,13 +134,28 @@ mod tests {
         #![proptest_config(ProptestConfig::with_cases(16))]
 
         #[test]
-        fn gradients_are_right(batch in 1usize..4, length in 1usize..20, kv_heads in 1usize..4, group in 1usize..4, half in 1usize..6, causal: bool, rotary: bool, dropout in dropouts()) {
+        fn gradients_are_right(
+            batch in 1usize..4,
+            length in 1usize..20,
+            kv_heads in 1usize..4,
+            group in 1usize..4,
+            half in 1usize..6,
+            causal: bool,
+            rotary: bool,
+            dropout in dropouts(),
+        ) {
             let sizes = AttentionDims { length, heads: kv_heads * group, kv_heads, head_dim: 2 * half };
             check_layer(batch, sizes, causal, rotary, dropout);
         }
 
         #[test]
-        fn samples_of_their_own_lengths_are_as_if_alone(seen in 1usize..100, more in 0usize..80, causal: bool, rotary: bool, dropout in dropouts()) {
+        fn samples_of_their_own_lengths_are_as_if_alone(
+            seen in 1usize..100,
+            more in 0usize..80,
+            causal: bool,
+            rotary: bool,
+            dropout in dropouts(),
+        ) {
             let long = AttentionDims { length: seen + more, heads: 2, kv_heads: 1, head_dim: 4 };
             let short = AttentionDims { length: seen, ..long };
             let subject = TestContext::new(Default::default(), DType::F64, 2);
@@ -150,7 +165,11 @@ mod tests {
             let first = |t: &Tensor| t.narrow(0, 0, 1).unwrap().narrow(1, 0, seen).unwrap().copy().unwrap();
             let x = random_tensor(&[2, long.length, long.qkv_width()], 1);
             let dy = random_tensor(&[2, long.length, long.width()], 2).pad_with_zeros(1, 0, 0).unwrap();
-            let dy = Tensor::cat(&[&first(&dy).pad_with_zeros(1, 0, more).unwrap(), &dy.narrow(0, 1, 1).unwrap()], 0).unwrap();
+            let dy = Tensor::cat(
+                &[&first(&dy).pad_with_zeros(1, 0, more).unwrap(), &dy.narrow(0, 1, 1).unwrap()],
+                0,
+            )
+            .unwrap();
             let run = |sizes: AttentionDims, x: &Tensor, dy: &Tensor, pass: &PassContext| {
                 let layer = layer(sizes, causal, rotary, dropout);
                 let (y, saved) = layer.forward(x, pass).unwrap();

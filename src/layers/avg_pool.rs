@@ -75,9 +75,25 @@ mod tests {
         #![proptest_config(ProptestConfig::with_cases(24))]
 
         #[test]
-        fn gradients_are_right(size in 1usize..4, stride in 1usize..4, padding in 0usize..2, channels in 1usize..4, dh in 0usize..5, dw in 0usize..5) {
-            let window = PoolGeometry { height: size + dh, width: size + dw, channels, size, stride, padding: padding.min(size / 2) };
-            let build = |_: &mut crate::params::ParamRegistry| Box::new(AvgPool { name: "p".into(), window }) as Box<dyn Layer>;
+        fn gradients_are_right(
+            size in 1usize..4,
+            stride in 1usize..4,
+            padding in 0usize..2,
+            channels in 1usize..4,
+            dh in 0usize..5,
+            dw in 0usize..5,
+        ) {
+            let window = PoolGeometry {
+                height: size + dh,
+                width: size + dw,
+                channels,
+                size,
+                stride,
+                padding: padding.min(size / 2),
+            };
+            let build = |_: &mut crate::params::ParamRegistry| {
+                Box::new(AvgPool { name: "p".into(), window }) as Box<dyn Layer>
+            };
             let input = |batch: usize| random_tensor(&[batch, window.height, window.width, channels], 1);
             check_finite_differences(&build, &input(2));
             check_cost(&build, &input);

@@ -2,8 +2,8 @@
 //!
 //! The model sets the group size, never the available memory: a micro-batch is a multiple of it. Training updates the
 //! running statistics group by group in sample order; evaluation normalizes with them. So does training if both
-//! parameters are frozen, like Keras's layer with `trainable = False`: the statistics stay what the weights were trained
-//! with, and the layer is a scale and a shift per channel.
+//! parameters are frozen, like Keras's layer with `trainable = False`: the statistics stay what the weights were
+//! trained with, and the layer is a scale and a shift per channel.
 
 use candle_core::{DType, Result, Tensor};
 
@@ -229,14 +229,25 @@ mod tests {
 
         // At least six values per channel: with two, the gradient is pure rounding error.
         #[test]
-        fn gradients_are_right(batch in 1usize..7, group in 1usize..5, h in 2usize..5, w in 3usize..6, c in 1usize..20, act in clip()) {
-            let build = |d: &mut ParamRegistry| Box::new(BatchNorm::new(d, "n", &[h, w, c], group, act)) as Box<dyn Layer>;
+        fn gradients_are_right(
+            batch in 1usize..7,
+            group in 1usize..5,
+            h in 2usize..5,
+            w in 3usize..6,
+            c in 1usize..20,
+            act in clip(),
+        ) {
+            let build = |d: &mut ParamRegistry| {
+                Box::new(BatchNorm::new(d, "n", &[h, w, c], group, act)) as Box<dyn Layer>
+            };
             let x = random_tensor(&[batch, h, w, c], 1);
             // Finite differences are invalid across the kink of a clamp; autograd checks those.
             if act == ClampActivation::Identity {
                 check_finite_differences(&build, &x);
             }
-            check_against_autograd(&build, &x, &|x, p| Kernel { weight: &p[0], bias: &p[1], act, eps: EPS, group_size: group }.reference(x));
+            check_against_autograd(&build, &x, &|x, p| {
+                Kernel { weight: &p[0], bias: &p[1], act, eps: EPS, group_size: group }.reference(x)
+            });
             check_cost(&build, &|batch| random_tensor(&[batch, h, w, c], 1));
         }
     }

@@ -35,7 +35,7 @@ impl CategoricalEmbedding {
         cardinalities: &[usize],
     ) -> Self {
         let table = |(i, cardinality): (usize, &usize)| {
-            registry.param(
+            registry.table(
                 format!("{name}.{i}.weight"),
                 [*cardinality, embedding_dim(*cardinality)],
                 ParamInit::Normal(1.0),
@@ -128,11 +128,19 @@ mod tests {
         #![proptest_config(ProptestConfig::with_cases(24))]
 
         #[test]
-        fn gradients_are_right(batch in 1usize..9, numbers in 0usize..5, rows in prop::collection::vec(1usize..140, 1..4)) {
-            let build = |d: &mut ParamRegistry| Box::new(CategoricalEmbedding::new(d, "embeddings", numbers, &rows)) as Box<dyn Layer>;
+        fn gradients_are_right(
+            batch in 1usize..9,
+            numbers in 0usize..5,
+            rows in prop::collection::vec(1usize..140, 1..4),
+        ) {
+            let build = |d: &mut ParamRegistry| {
+                Box::new(CategoricalEmbedding::new(d, "embeddings", numbers, &rows)) as Box<dyn Layer>
+            };
             let x = samples(batch, numbers, &rows);
             check_finite_differences(&build, &x);
-            check_against_autograd(&build, &x, &|x, p| Kernel { num_numeric: numbers, tables: p.iter().collect() }.reference(x));
+            check_against_autograd(&build, &x, &|x, p| {
+                Kernel { num_numeric: numbers, tables: p.iter().collect() }.reference(x)
+            });
             check_cost(&build, &|batch| samples(batch, numbers, &rows));
         }
     }

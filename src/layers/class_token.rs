@@ -30,8 +30,8 @@ impl ClassToken {
         let length = input_shape.iter().product::<usize>() / width + 1;
         Self {
             name: name.into(),
-            class: registry.param(class, [1, 1, width], ParamInit::Constant(0.0)),
-            positions: registry.param(positions, [1, length, width], ParamInit::Normal(0.02)),
+            class: registry.table(class, [1, 1, width], ParamInit::Constant(0.0)),
+            positions: registry.table(positions, [1, length, width], ParamInit::Normal(0.02)),
             input_shape: input_shape.to_vec(),
             width,
             length,
@@ -97,10 +97,14 @@ mod tests {
 
         #[test]
         fn gradients_are_right(batch in 1usize..5, h in 1usize..4, w in 1usize..4, n in 1usize..20) {
-            let build = |d: &mut ParamRegistry| Box::new(ClassToken::new(d, "c", ("class_token", "positions"), &[h, w, n])) as Box<dyn Layer>;
+            let build = |d: &mut ParamRegistry| {
+                Box::new(ClassToken::new(d, "c", ("class_token", "positions"), &[h, w, n])) as Box<dyn Layer>
+            };
             let input = |batch: usize| random_tensor(&[batch, h, w, n], 1);
             check_finite_differences(&build, &input(batch));
-            check_against_autograd(&build, &input(batch), &|x, p| Kernel { class: &p[0], positions: &p[1] }.reference(x));
+            check_against_autograd(&build, &input(batch), &|x, p| {
+                Kernel { class: &p[0], positions: &p[1] }.reference(x)
+            });
             check_cost(&build, &input);
         }
     }

@@ -202,22 +202,35 @@ mod tests {
         #![proptest_config(ProptestConfig::with_cases(32))]
 
         #[test]
-        fn depthwise_gradients_are_right(g in depthwise(), batch in 1usize..4, act in prop::sample::select(vec![Activation::Identity, Activation::Silu])) {
+        fn depthwise_gradients_are_right(
+            g in depthwise(),
+            batch in 1usize..4,
+            act in prop::sample::select(vec![Activation::Identity, Activation::Silu]),
+        ) {
             let build = |d: &mut ParamRegistry| Box::new(Conv2d::new(d, "c", g, true, act)) as Box<dyn Layer>;
             let input = |batch: usize| random_tensor(&[batch, g.height, g.width, g.in_channels], 1);
             check_finite_differences(&build, &input(batch));
-            check_against_autograd(&build, &input(batch), &|x, p| Kernel { geometry: g, weight: &p[0], bias: p.get(1), act }.reference(x));
+            check_against_autograd(&build, &input(batch), &|x, p| {
+                Kernel { geometry: g, weight: &p[0], bias: p.get(1), act }.reference(x)
+            });
         }
 
         #[test]
-        fn gradients_are_right(g in geometry(), batch in 1usize..4, bias: bool, act in prop::sample::select(vec![Activation::Identity, Activation::Relu, Activation::Gelu])) {
+        fn gradients_are_right(
+            g in geometry(),
+            batch in 1usize..4,
+            bias: bool,
+            act in prop::sample::select(vec![Activation::Identity, Activation::Relu, Activation::Gelu]),
+        ) {
             let build = |d: &mut ParamRegistry| Box::new(Conv2d::new(d, "c", g, bias, act)) as Box<dyn Layer>;
             let input = |batch: usize| random_tensor(&[batch, g.height, g.width, g.in_channels], 1);
             // Finite differences are invalid across the kink of ReLU; autograd checks that one.
             if act != Activation::Relu {
                 check_finite_differences(&build, &input(batch));
             }
-            check_against_autograd(&build, &input(batch), &|x, p| Kernel { geometry: g, weight: &p[0], bias: p.get(1), act }.reference(x));
+            check_against_autograd(&build, &input(batch), &|x, p| {
+                Kernel { geometry: g, weight: &p[0], bias: p.get(1), act }.reference(x)
+            });
             check_cost(&build, &input);
         }
     }

@@ -172,13 +172,29 @@ mod tests {
         #![proptest_config(ProptestConfig::with_cases(24))]
 
         #[test]
-        fn gradients_of_mixed_classes_are_right(rows in 1usize..7, width in 1usize..9, classes in 2usize..9, bias: bool, smooth in prop::sample::select(vec![0.0, 0.1]), weighted: bool) {
+        fn gradients_of_mixed_classes_are_right(
+            rows in 1usize..7,
+            width in 1usize..9,
+            classes in 2usize..9,
+            bias: bool,
+            smooth in prop::sample::select(vec![0.0, 0.1]),
+            weighted: bool,
+        ) {
             let x = random_tensor(&[rows, width], 1);
-            check_loss_finite_differences(&|d| Box::new(loss(d, width, classes, bias, smooth, weighted)), &x, &mixed_targets(rows, classes).0);
+            check_loss_finite_differences(
+                &|d| Box::new(loss(d, width, classes, bias, smooth, weighted)),
+                &x,
+                &mixed_targets(rows, classes).0,
+            );
         }
 
         #[test]
-        fn mixed_classes_follow_the_reference(rows in 1usize..300, classes in 2usize..40, smooth in prop::sample::select(vec![0.0, 0.1]), weighted: bool) {
+        fn mixed_classes_follow_the_reference(
+            rows in 1usize..300,
+            classes in 2usize..40,
+            smooth in prop::sample::select(vec![0.0, 0.1]),
+            weighted: bool,
+        ) {
             let mut registry = ParamRegistry::default();
             let loss = loss(&mut registry, 16, classes, true, smooth, weighted);
             let subject = TestContext::new(registry, DType::F32, rows);
@@ -187,32 +203,59 @@ mod tests {
             let pass = PassContext { loss_scale: 0.5, ..subject.pass(Mode::Train) };
             let (metrics, dx) = loss.forward_backward(&x, &targets, &pass, true).unwrap();
             let vars: Vec<Var> = [&x, pass.weight(loss.weight), pass.weight(loss.bias.unwrap())] .map(leaf).into();
-            let head = LinearCrossEntropy { weight: &vars[1], bias: Some(&vars[2]), smoothing: smooth, focal_gamma: 0.0, class_weights: loss.class_weights.as_ref() };
+            let head = LinearCrossEntropy {
+                weight: &vars[1],
+                bias: Some(&vars[2]),
+                smoothing: smooth,
+                focal_gamma: 0.0,
+                class_weights: loss.class_weights.as_ref(),
+            };
             let wanted = head.reference_soft_targets(&vars[0], &goals, None).unwrap();
             let value = wanted.to_scalar::<f64>().unwrap();
             let metrics = metrics.read().unwrap();
             prop_assert!((metrics.loss - value).abs() < 1e-4 * value.abs().max(1.0));
             let weight = |class: u32| loss.class_weights.as_ref().map_or(1.0, |w| w[class as usize] as f64);
             let weights: f64 = goals.iter().map(|(classes, fractions)| {
-                let (classes, fractions): (Vec<u32>, Vec<f64>) = (classes.to_vec1().unwrap(), fractions.to_vec1().unwrap());
+                let (classes, fractions): (Vec<u32>, Vec<f64>) =
+                    (classes.to_vec1().unwrap(), fractions.to_vec1().unwrap());
                 classes.into_iter().zip(fractions).map(|(class, fraction)| weight(class) * fraction).sum::<f64>()
             }).sum();
             prop_assert!((metrics.weight - weights).abs() < 1e-5 * weights);
             let grads = (wanted * 0.5).unwrap().backward().unwrap();
-            prop_assert!(relative_error(&to_f64_vec(dx.as_ref().unwrap()), &to_f64_vec(grads.get(&vars[0]).unwrap())) < 1e-4);
+            prop_assert!(
+                relative_error(&to_f64_vec(dx.as_ref().unwrap()), &to_f64_vec(grads.get(&vars[0]).unwrap()))
+                    < 1e-4
+            );
             for (ours, var) in subject.store.grad_views().iter().zip(&vars[1..]) {
                 prop_assert!(relative_error(&to_f64_vec(ours), &to_f64_vec(grads.get(var).unwrap())) < 1e-4);
             }
         }
 
         #[test]
-        fn gradients_are_right(rows in 1usize..7, width in 1usize..9, classes in 2usize..9, bias: bool, smooth in prop::sample::select(vec![0.0, 0.1]), weighted: bool, ignore: bool) {
+        fn gradients_are_right(
+            rows in 1usize..7,
+            width in 1usize..9,
+            classes in 2usize..9,
+            bias: bool,
+            smooth in prop::sample::select(vec![0.0, 0.1]),
+            weighted: bool,
+            ignore: bool,
+        ) {
             let x = random_tensor(&[rows, width], 1);
-            check_loss_finite_differences(&|d| Box::new(loss(d, width, classes, bias, smooth, weighted)), &x, &targets(rows, classes, ignore));
+            check_loss_finite_differences(
+                &|d| Box::new(loss(d, width, classes, bias, smooth, weighted)),
+                &x,
+                &targets(rows, classes, ignore),
+            );
         }
 
         #[test]
-        fn the_f32_body_follows_the_reference(rows in 1usize..300, classes in 2usize..40, smooth in prop::sample::select(vec![0.0, 0.1]), weighted: bool) {
+        fn the_f32_body_follows_the_reference(
+            rows in 1usize..300,
+            classes in 2usize..40,
+            smooth in prop::sample::select(vec![0.0, 0.1]),
+            weighted: bool,
+        ) {
             let mut registry = ParamRegistry::default();
             let loss = loss(&mut registry, 16, classes, true, smooth, weighted);
             let subject = TestContext::new(registry, DType::F32, rows);
@@ -220,13 +263,22 @@ mod tests {
             let pass = PassContext { loss_scale: 0.5, ..subject.pass(Mode::Train) };
             let (metrics, dx) = loss.forward_backward(&x, &t, &pass, true).unwrap();
             let vars: Vec<Var> = [&x, pass.weight(loss.weight), pass.weight(loss.bias.unwrap())] .map(leaf).into();
-            let head = LinearCrossEntropy { weight: &vars[1], bias: Some(&vars[2]), smoothing: smooth, focal_gamma: 0.0, class_weights: loss.class_weights.as_ref() };
+            let head = LinearCrossEntropy {
+                weight: &vars[1],
+                bias: Some(&vars[2]),
+                smoothing: smooth,
+                focal_gamma: 0.0,
+                class_weights: loss.class_weights.as_ref(),
+            };
             let wanted = head.reference(&vars[0], &t.to_device(&Device::Cpu).unwrap()).unwrap();
             let value = wanted.to_scalar::<f64>().unwrap();
             let metrics = metrics.read().unwrap();
             prop_assert!((metrics.loss - value).abs() < 1e-4 * value.abs().max(1.0));
             let grads = (wanted * 0.5).unwrap().backward().unwrap();
-            prop_assert!(relative_error(&to_f64_vec(dx.as_ref().unwrap()), &to_f64_vec(grads.get(&vars[0]).unwrap())) < 1e-4);
+            prop_assert!(
+                relative_error(&to_f64_vec(dx.as_ref().unwrap()), &to_f64_vec(grads.get(&vars[0]).unwrap()))
+                    < 1e-4
+            );
             for (ours, var) in subject.store.grad_views().iter().zip(&vars[1..]) {
                 prop_assert!(relative_error(&to_f64_vec(ours), &to_f64_vec(grads.get(var).unwrap())) < 1e-4);
             }
@@ -250,14 +302,20 @@ mod tests {
             let x = random_tensor(&[rows, width], 1);
             let smoothing = if smooth && gamma == 0.0 { 0.1 } else { 0.0 };
             let build = |d: &mut ParamRegistry| {
-                Box::new(CrossEntropy { focal_gamma: gamma, ..loss(d, width, classes, true, smoothing, weighted) }) as Box<dyn Loss>
+                let loss = loss(d, width, classes, true, smoothing, weighted);
+                Box::new(CrossEntropy { focal_gamma: gamma, ..loss }) as Box<dyn Loss>
             };
             check_loss_finite_differences(&build, &x, &weighted_targets(rows, classes));
         }
 
         /// A weight of 2 counts as the row twice, and one of 0 as none.
         #[test]
-        fn a_weight_is_a_number_of_rows(rows in 1usize..50, classes in 2usize..9, gamma in prop::sample::select(vec![0.0, 2.0]), smooth: bool) {
+        fn a_weight_is_a_number_of_rows(
+            rows in 1usize..50,
+            classes in 2usize..9,
+            gamma in prop::sample::select(vec![0.0, 2.0]),
+            smooth: bool,
+        ) {
             let mut registry = ParamRegistry::default();
             let smoothing = if smooth && gamma == 0.0 { 0.1 } else { 0.0 };
             let loss = CrossEntropy { focal_gamma: gamma, ..loss(&mut registry, 4, classes, true, smoothing, true) };
@@ -288,12 +346,21 @@ mod tests {
             let pass = PassContext { loss_scale: 0.5, ..subject.pass(Mode::Train) };
             let (metrics, dx) = loss.forward_backward(&x, &t, &pass, true).unwrap();
             let vars: Vec<Var> = [&x, pass.weight(loss.weight), pass.weight(loss.bias.unwrap())] .map(leaf).into();
-            let head = LinearCrossEntropy { weight: &vars[1], bias: Some(&vars[2]), smoothing: 0.0, focal_gamma: 2.0, class_weights: loss.class_weights.as_ref() };
+            let head = LinearCrossEntropy {
+                weight: &vars[1],
+                bias: Some(&vars[2]),
+                smoothing: 0.0,
+                focal_gamma: 2.0,
+                class_weights: loss.class_weights.as_ref(),
+            };
             let wanted = head.reference(&vars[0], &t.to_device(&Device::Cpu).unwrap()).unwrap();
             let value = wanted.to_scalar::<f64>().unwrap();
             prop_assert!((metrics.read().unwrap().loss - value).abs() < 1e-4 * value.abs().max(1.0));
             let grads = (wanted * 0.5).unwrap().backward().unwrap();
-            prop_assert!(relative_error(&to_f64_vec(dx.as_ref().unwrap()), &to_f64_vec(grads.get(&vars[0]).unwrap())) < 1e-4);
+            prop_assert!(
+                relative_error(&to_f64_vec(dx.as_ref().unwrap()), &to_f64_vec(grads.get(&vars[0]).unwrap()))
+                    < 1e-4
+            );
         }
     }
 

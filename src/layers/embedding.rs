@@ -29,7 +29,7 @@ impl Embedding {
         (vocab, length, width): (usize, usize, usize),
         init: ParamInit,
     ) -> Self {
-        let token_table = registry.param(weight, [vocab, width], init);
+        let token_table = registry.table(weight, [vocab, width], init);
         let num_parameters = vocab * width;
         Self {
             name: name.into(),
@@ -51,7 +51,7 @@ impl Embedding {
         context: usize,
         init: ParamInit,
     ) -> Self {
-        self.position_table = Some(registry.param(weight, [context, self.width], init));
+        self.position_table = Some(registry.table(weight, [context, self.width], init));
         self.num_parameters += context * self.width;
         self
     }
@@ -64,7 +64,7 @@ impl Embedding {
         token_types: usize,
         init: ParamInit,
     ) -> Self {
-        self.token_type_table = Some(registry.param(weight, [token_types, self.width], init));
+        self.token_type_table = Some(registry.table(weight, [token_types, self.width], init));
         self.num_parameters += token_types * self.width;
         self
     }
@@ -161,7 +161,14 @@ mod tests {
         #![proptest_config(ProptestConfig::with_cases(24))]
 
         #[test]
-        fn gradients_are_right(batch in 1usize..5, length in 1usize..9, vocab in 1usize..150, width in 1usize..20, positions: bool, kinds: bool) {
+        fn gradients_are_right(
+            batch in 1usize..5,
+            length in 1usize..9,
+            vocab in 1usize..150,
+            width in 1usize..20,
+            positions: bool,
+            kinds: bool,
+        ) {
             let build = |d: &mut ParamRegistry| {
                 let mut layer = Embedding::new(d, "e", "e.weight", (vocab, length, width), INIT);
                 if positions {
@@ -176,7 +183,8 @@ mod tests {
             check_finite_differences(&build, &x);
             check_against_autograd(&build, &x, &|x, p| {
                 let kinds = if kinds { p.last() } else { None };
-                Kernel { tokens: &p[0], positions: positions.then(|| &p[1]), token_types: kinds, starts: None }.reference(x)
+                let positions = positions.then(|| &p[1]);
+                Kernel { tokens: &p[0], positions, token_types: kinds, starts: None }.reference(x)
             });
             check_cost(&build, &|batch| ids(batch, length, vocab));
         }

@@ -248,7 +248,9 @@ fn storage_span(t: &Tensor) -> (usize, u64) {
             macro_rules! of {
                 ($($variant:ident),*) => {
                     match cpu {
-                        $(candle_core::CpuStorage::$variant(v) => (v.as_ptr() as usize, size_of_val(v.as_slice()) as u64),)*
+                        $(candle_core::CpuStorage::$variant(v) => {
+                            (v.as_ptr() as usize, size_of_val(v.as_slice()) as u64)
+                        })*
                         _ => panic!("an unexpected type"),
                     }
                 };
@@ -262,7 +264,9 @@ fn storage_span(t: &Tensor) -> (usize, u64) {
             macro_rules! of {
                 ($($variant:ident),*) => {
                     match &cuda.slice {
-                        $(CudaStorageSlice::$variant(v) => (v.device_ptr(v.stream()).0 as usize, v.num_bytes() as u64),)*
+                        $(CudaStorageSlice::$variant(v) => {
+                            (v.device_ptr(v.stream()).0 as usize, v.num_bytes() as u64)
+                        })*
                         _ => panic!("an unexpected type"),
                     }
                 };
@@ -280,8 +284,8 @@ pub fn frozen_registry(patterns: &[&str]) -> ParamRegistry {
     ParamRegistry::with_rules(ParamRules::new(&train))
 }
 
-/// Checks that `cost` matches exactly what `forward` holds, at three batch sizes and in three types, with all parameters
-/// trained and with some or all of them frozen.
+/// Checks that `cost` matches exactly what `forward` holds, at three batch sizes and in three types, with all
+/// parameters trained and with some or all of them frozen.
 pub fn check_cost(build: &dyn Fn(&mut ParamRegistry) -> Box<dyn Layer>, input: &dyn Fn(usize) -> Tensor) {
     check_cost_of_trained(build, input);
     for frozen in ["*", "*.weight", "*.bias"] {

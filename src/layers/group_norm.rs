@@ -128,7 +128,14 @@ mod tests {
         #![proptest_config(ProptestConfig::with_cases(24))]
 
         #[test]
-        fn gradients_are_right(batch in 1usize..4, groups in 1usize..4, size in 1usize..8, h in 2usize..5, w in 3usize..6, act in prop::sample::select(vec![ClampActivation::Identity, ClampActivation::Relu, ClampActivation::Relu6])) {
+        fn gradients_are_right(
+            batch in 1usize..4,
+            groups in 1usize..4,
+            size in 1usize..8,
+            h in 2usize..5,
+            w in 3usize..6,
+            act in prop::sample::select(vec![ClampActivation::Identity, ClampActivation::Relu, ClampActivation::Relu6]),
+        ) {
             let shape = [h, w, groups * size];
             let build = |d: &mut ParamRegistry| Box::new(GroupNorm::new(d, "n", &shape, groups, act)) as Box<dyn Layer>;
             let input = |batch: usize| random_tensor(&[batch, h, w, groups * size], 1);
@@ -136,7 +143,9 @@ mod tests {
             if act == ClampActivation::Identity {
                 check_finite_differences(&build, &input(batch));
             }
-            check_against_autograd(&build, &input(batch), &|x, p| Kernel { weight: &p[0], bias: &p[1], act, eps: EPS, groups }.reference(x));
+            check_against_autograd(&build, &input(batch), &|x, p| {
+                Kernel { weight: &p[0], bias: &p[1], act, eps: EPS, groups }.reference(x)
+            });
             check_cost(&build, &input);
         }
     }

@@ -1,8 +1,8 @@
 //! The key-value cache of generation: keys, rotated, and values of every position so far, per layer and sequence.
 //!
-//! It is allocated once, in the compute dtype, for a number of slots that hold one sequence each. Layers append to it in
-//! place during a pass; [`KvCache::advance`] makes the new positions count afterwards, so a pass that fails has changed
-//! nothing. A sequence can be cut back to any length.
+//! It is allocated once, in the compute dtype, for a number of slots that hold one sequence each. Layers append to it
+//! in place during a pass; [`KvCache::advance`] makes the new positions count afterwards, so a pass that fails has
+//! changed nothing. A sequence can be cut back to any length.
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 

@@ -299,7 +299,15 @@ mod tests {
         #![proptest_config(ProptestConfig::with_cases(24))]
 
         #[test]
-        fn gradients_are_right(batch in 1usize..5, t in 1usize..4, k in 1usize..20, n in 1usize..20, act in activation(), weight_layout in weight_layout(), bias: bool) {
+        fn gradients_are_right(
+            batch in 1usize..5,
+            t in 1usize..4,
+            k in 1usize..20,
+            n in 1usize..20,
+            act in activation(),
+            weight_layout in weight_layout(),
+            bias: bool,
+        ) {
             let options = LinearOptions { bias, weight_layout, ..LinearOptions::torch_default(k, act) };
             let build = |d: &mut ParamRegistry| Box::new(Linear::new(d, "l", &[t, k], n, options)) as Box<dyn Layer>;
             let x = random_tensor(&[batch, t, k], 1);
@@ -307,7 +315,9 @@ mod tests {
             if !matches!(act, Activation::Relu | Activation::Relu6) {
                 check_finite_differences(&build, &x);
             }
-            check_against_autograd(&build, &x, &|x, p| Kernel { weight: &p[0], weight_layout, bias: p.get(1), act }.reference(x));
+            check_against_autograd(&build, &x, &|x, p| {
+                Kernel { weight: &p[0], weight_layout, bias: p.get(1), act }.reference(x)
+            });
             check_cost(&build, &|batch| random_tensor(&[batch, t, k], 1));
         }
     }

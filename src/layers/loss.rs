@@ -12,8 +12,8 @@ pub trait Loss: Send + Sync {
     fn name(&self) -> &str;
 
     /// Computes the metric sums of a micro-batch and, if `needs_input_grad`, the gradient of its summed loss, times
-    /// `pass.loss_scale`, with respect to `x`. Accumulates the gradients of the loss's own parameters. Never synchronizes
-    /// with the device.
+    /// `pass.loss_scale`, with respect to `x`. Accumulates the gradients of the loss's own parameters. Never
+    /// synchronizes with the device.
     fn forward_backward(
         &self,
         x: &Tensor,

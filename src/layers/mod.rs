@@ -82,8 +82,8 @@ pub trait Layer: Any + Send + Sync {
 pub struct SavedTensors(pub Vec<Tensor>);
 
 impl SavedTensors {
-    /// For a layer with a fused activation: its input, if the weight gradient reads it, and what the activation's backward
-    /// reads.
+    /// For a layer with a fused activation: its input, if the weight gradient reads it, and what the activation's
+    /// backward reads.
     fn with_activation(x: Option<&Tensor>, y: &Tensor, pre: Option<Tensor>, act: Activation) -> Self {
         let read = match act.saved_for_backward() {
             SavedForBackward::Nothing => None,

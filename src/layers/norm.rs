@@ -140,7 +140,10 @@ mod tests {
             };
             let x = random_tensor(&[batch, t, n], 1);
             check_finite_differences(&build, &x);
-            check_against_autograd(&build, &x, &|x, p| Kernel { weight: &p[0], bias: p.get(1), centred, eps: if centred { 1e-5 } else { 1e-6 } }.reference(x));
+            check_against_autograd(&build, &x, &|x, p| {
+                Kernel { weight: &p[0], bias: p.get(1), centred, eps: if centred { 1e-5 } else { 1e-6 } }
+                    .reference(x)
+            });
             check_cost(&build, &|batch| random_tensor(&[batch, t, n], 1));
         }
     }

@@ -143,7 +143,14 @@ mod tests {
         #![proptest_config(ProptestConfig::with_cases(24))]
 
         #[test]
-        fn gradients_are_right(batch in 1usize..5, t in 1usize..4, k in 1usize..20, q in 1usize..20, kv in 1usize..9, bias: bool) {
+        fn gradients_are_right(
+            batch in 1usize..5,
+            t in 1usize..4,
+            k in 1usize..20,
+            q in 1usize..20,
+            kv in 1usize..9,
+            bias: bool,
+        ) {
             let build = |d: &mut ParamRegistry| {
                 let parts = [("q_proj", q), ("k_proj", kv), ("v_proj", kv)];
                 Box::new(PackedLinear::new(d, "a", &[t, k], &parts, ParamInit::Normal(1.0), bias)) as Box<dyn Layer>

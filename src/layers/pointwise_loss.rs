@@ -1,5 +1,5 @@
-//! Losses over predicted values (squared error, Huber, binary cross-entropy, focal), fused with the linear layer that predicts
-//! them.
+//! Losses over predicted values (squared error, Huber, binary cross-entropy, focal), fused with the linear layer that
+//! predicts them.
 
 use candle_core::{Result, Tensor};
 
@@ -166,13 +166,29 @@ mod tests {
         #![proptest_config(ProptestConfig::with_cases(24))]
 
         #[test]
-        fn gradients_are_right(rows in 1usize..7, width in 1usize..9, outputs in 1usize..6, bias: bool, kind in kind()) {
+        fn gradients_are_right(
+            rows in 1usize..7,
+            width in 1usize..9,
+            outputs in 1usize..6,
+            bias: bool,
+            kind in kind(),
+        ) {
             let x = random_tensor(&[rows, width], 1);
-            check_loss_finite_differences(&|d| Box::new(loss(d, kind, width, outputs, bias)), &x, &targets(rows, outputs, kind));
+            check_loss_finite_differences(
+                &|d| Box::new(loss(d, kind, width, outputs, bias)),
+                &x,
+                &targets(rows, outputs, kind),
+            );
         }
 
         #[test]
-        fn gradients_are_right_with_weights(rows in 1usize..7, width in 1usize..9, outputs in 1usize..6, kind in kind(), smooth: bool) {
+        fn gradients_are_right_with_weights(
+            rows in 1usize..7,
+            width in 1usize..9,
+            outputs in 1usize..6,
+            kind in kind(),
+            smooth: bool,
+        ) {
             let x = random_tensor(&[rows, width], 1);
             let (binary, t) = (is_binary(kind), weighted(&targets(rows, outputs, kind)));
             let positive = || (0..outputs).map(|c| 0.5 + c as f32).collect::<Vec<f32>>().into();
@@ -189,20 +205,36 @@ mod tests {
             let mut registry = ParamRegistry::default();
             let positive = is_binary(kind).then(|| (0..outputs).map(|c| 0.5 + c as f32).collect::<Vec<f32>>().into());
             let smoothing = if is_binary(kind) { 0.1 } else { 0.0 };
-            let loss = PointwiseLoss { positive_weights: positive, smoothing, ..loss(&mut registry, kind, 16, outputs, true) };
+            let loss = PointwiseLoss {
+                positive_weights: positive,
+                smoothing,
+                ..loss(&mut registry, kind, 16, outputs, true)
+            };
             let subject = TestContext::new(registry, DType::F32, rows);
-            let (x, t) = (random_tensor(&[rows, 16], 1).to_dtype(DType::F32).unwrap(), weighted(&targets(rows, outputs, kind)));
+            let (x, t) = (
+                random_tensor(&[rows, 16], 1).to_dtype(DType::F32).unwrap(),
+                weighted(&targets(rows, outputs, kind)),
+            );
             let pass = PassContext { loss_scale: 0.5, ..subject.pass(Mode::Train) };
             let (metrics, dx) = loss.forward_backward(&x, &t, &pass, true).unwrap();
             let vars: Vec<Var> = [&x, pass.weight(loss.weight), pass.weight(loss.bias.unwrap())] .map(leaf).into();
-            let head = LinearPointwiseLoss { weight: &vars[1], bias: Some(&vars[2]), loss_fn: kind, positive_weights: loss.positive_weights.as_ref(), smoothing };
+            let head = LinearPointwiseLoss {
+                weight: &vars[1],
+                bias: Some(&vars[2]),
+                loss_fn: kind,
+                positive_weights: loss.positive_weights.as_ref(),
+                smoothing,
+            };
             let wanted = head.reference(&vars[0], &t.to_device(&Device::Cpu).unwrap()).unwrap();
             let value = wanted.to_scalar::<f64>().unwrap();
             let metrics = metrics.read().unwrap();
             prop_assert!((metrics.loss - value).abs() < 1e-4 * value.abs().max(1.0), "{} {value}", metrics.loss);
             prop_assert_eq!(metrics.weight, (0..rows).map(|i| [0.5, 2.0, 0.0, 1.0][i % 4]).sum::<f64>());
             let grads = (wanted * 0.5).unwrap().backward().unwrap();
-            prop_assert!(relative_error(&to_f64_vec(dx.as_ref().unwrap()), &to_f64_vec(grads.get(&vars[0]).unwrap())) < 1e-4);
+            prop_assert!(
+                relative_error(&to_f64_vec(dx.as_ref().unwrap()), &to_f64_vec(grads.get(&vars[0]).unwrap()))
+                    < 1e-4
+            );
         }
 
         #[test]
@@ -214,12 +246,23 @@ mod tests {
             let pass = PassContext { loss_scale: 0.5, ..subject.pass(Mode::Train) };
             let (metrics, dx) = loss.forward_backward(&x, &t, &pass, true).unwrap();
             let vars: Vec<Var> = [&x, pass.weight(loss.weight), pass.weight(loss.bias.unwrap())] .map(leaf).into();
-            let wanted = LinearPointwiseLoss { weight: &vars[1], bias: Some(&vars[2]), loss_fn: kind, positive_weights: None, smoothing: 0.0 }.reference(&vars[0], &t.to_device(&Device::Cpu).unwrap()).unwrap();
+            let wanted = LinearPointwiseLoss {
+                weight: &vars[1],
+                bias: Some(&vars[2]),
+                loss_fn: kind,
+                positive_weights: None,
+                smoothing: 0.0,
+            }
+            .reference(&vars[0], &t.to_device(&Device::Cpu).unwrap())
+            .unwrap();
             let value = wanted.to_scalar::<f64>().unwrap();
             let metrics = metrics.read().unwrap();
             prop_assert!((metrics.loss - value).abs() < 1e-4 * value.abs().max(1.0), "{} {value}", metrics.loss);
             let grads = (wanted * 0.5).unwrap().backward().unwrap();
-            prop_assert!(relative_error(&to_f64_vec(dx.as_ref().unwrap()), &to_f64_vec(grads.get(&vars[0]).unwrap())) < 1e-4);
+            prop_assert!(
+                relative_error(&to_f64_vec(dx.as_ref().unwrap()), &to_f64_vec(grads.get(&vars[0]).unwrap()))
+                    < 1e-4
+            );
             for (ours, var) in subject.store.grad_views().iter().zip(&vars[1..]) {
                 prop_assert!(relative_error(&to_f64_vec(ours), &to_f64_vec(grads.get(var).unwrap())) < 1e-4);
             }

@@ -1,6 +1,6 @@
-//! A layer on the reference backend: its forward pass in candle's own operations, its backward pass by candle's autograd
-//! on that forward pass. It has no code per layer, so that it can tell whether the kernels and the backward passes
-//! written here compute what candle does; and it runs on any device that candle has.
+//! A layer on the reference backend: its forward pass in candle's own operations, its backward pass by candle's
+//! autograd on that forward pass. It has no code per layer, so that it can tell whether the kernels and the backward
+//! passes written here compute what candle does; and it runs on any device that candle has.
 
 use candle_core::{Result, Tensor, Var, bail};
 

@@ -166,8 +166,16 @@ mod tests {
         #![proptest_config(ProptestConfig::with_cases(16))]
 
         #[test]
-        fn gradients_are_right(h in 1usize..5, w in 1usize..5, c in 2usize..9, s in 3usize..6, act in prop::sample::select(vec![Activation::Relu, Activation::Silu])) {
-            let build = |d: &mut ParamRegistry| Box::new(SqueezeExcite::new(d, "se", [h, w, c], s, act)) as Box<dyn Layer>;
+        fn gradients_are_right(
+            h in 1usize..5,
+            w in 1usize..5,
+            c in 2usize..9,
+            s in 3usize..6,
+            act in prop::sample::select(vec![Activation::Relu, Activation::Silu]),
+        ) {
+            let build = |d: &mut ParamRegistry| {
+                Box::new(SqueezeExcite::new(d, "se", [h, w, c], s, act)) as Box<dyn Layer>
+            };
             let input = |batch: usize| random_tensor(&[batch, h, w, c], 1);
             // Finite differences are invalid across the kink of ReLU; autograd checks that one.
             if act != Activation::Relu {
@@ -177,7 +185,8 @@ mod tests {
             check_against_autograd(&build, &input(3), &|x, p| {
                 let map = |x: &Tensor, i: usize, act| {
                     let weight = p[i].flatten_from(1)?;
-                    Kernel { weight: &weight, weight_layout: WeightLayout::OutIn, bias: Some(&p[i + 1]), act }.reference(x)
+                    let (weight_layout, bias) = (WeightLayout::OutIn, Some(&p[i + 1]));
+                    Kernel { weight: &weight, weight_layout, bias, act }.reference(x)
                 };
                 let gate = map(&map(&avg_pool::global_avg_pool_reference(x)?, 0, act)?, 2, Activation::Sigmoid)?;
                 scale::reference(x, &gate)

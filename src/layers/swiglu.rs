@@ -65,7 +65,9 @@ mod tests {
 
         #[test]
         fn gradients_are_right(batch in 1usize..5, t in 1usize..6, n in 1usize..40) {
-            let build = |_: &mut crate::params::ParamRegistry| Box::new(Swiglu { name: "s".into(), shape: vec![t, n] }) as Box<dyn Layer>;
+            let build = |_: &mut crate::params::ParamRegistry| {
+                Box::new(Swiglu { name: "s".into(), shape: vec![t, n] }) as Box<dyn Layer>
+            };
             let input = |batch: usize| random_tensor(&[batch, t, 2 * n], 1);
             check_finite_differences(&build, &input(batch));
             check_against_autograd(&build, &input(batch), &|x, _| reference(x));

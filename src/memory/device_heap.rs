@@ -367,7 +367,9 @@ mod tests {
         /// Whatever the order of allocations and frees, tensors never overlap, and no allocation fails while enough
         /// whole chunks are free.
         #[test]
-        fn tensors_have_memory_of_their_own(steps in prop::collection::vec((1u64..40_000, any::<prop::sample::Index>(), any::<bool>()), 1..200)) {
+        fn tensors_have_memory_of_their_own(
+            steps in prop::collection::vec((1u64..40_000, any::<prop::sample::Index>(), any::<bool>()), 1..200),
+        ) {
             let mut heap = heap(64);
             let mut tensors = BTreeMap::new();
             for (bytes, which, gone) in steps {

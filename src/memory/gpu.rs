@@ -144,6 +144,11 @@ mod with_cuda {
             self.heap.lock().unwrap_or_else(PoisonError::into_inner)
         }
 
+        /// Bytes of live tensors.
+        pub fn used_bytes(&self) -> u64 {
+            self.heap().used_bytes()
+        }
+
         /// Peak bytes of live tensors since the last call.
         pub fn take_recent_peak(&self) -> u64 {
             self.heap().take_peak()
@@ -220,6 +225,10 @@ mod without_cuda {
     impl GpuDevice {
         pub fn open(_: usize, _: impl FnOnce(&GpuInfo) -> u64) -> Result<Self, GpuError> {
             Err(GpuError::NoCuda)
+        }
+
+        pub fn used_bytes(&self) -> u64 {
+            match self.never {}
         }
 
         pub fn take_recent_peak(&self) -> u64 {

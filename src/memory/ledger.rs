@@ -73,7 +73,13 @@ pub struct RecentPeak {
 
 /// A reservation that did not fit.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("out of memory: {requester} requested {} for {role} and {} of {} are left; the largest holders are {}", Bytes(*bytes), Bytes(*available), Bytes(*budget), holders(&self.largest()))]
+#[error(
+    "out of memory: {requester} requested {} for {role} and {} of {} are left; the largest holders are {}",
+    Bytes(*bytes),
+    Bytes(*available),
+    Bytes(*budget),
+    holders(&self.largest())
+)]
 pub struct Oom {
     pub space: MemorySpace,
     /// The phase at that time, see [`Ledger::set_phase`].

@@ -1,4 +1,5 @@
-//! Memory as it is: what the machine has, what is reserved and held, what the allocator, the kernel and the driver count.
+//! Memory as it is: what the machine has, what is reserved and held, what the allocator, the kernel and the driver
+//! count.
 
 pub mod alloc_failure;
 pub mod device;

@@ -245,7 +245,9 @@ mod tests {
         /// Whatever the order of allocations and frees, each buffer keeps its bytes until it is freed, none overlap,
         /// zeroed buffers are zero, and the pool caches no more than the peak allows.
         #[test]
-        fn buffers_are_apart_and_pages_are_not_hoarded(asks in prop::collection::vec((1usize..40, any::<bool>(), any::<bool>(), 0usize..64), 1..60)) {
+        fn buffers_are_apart_and_pages_are_not_hoarded(
+            asks in prop::collection::vec((1usize..40, any::<bool>(), any::<bool>(), 0usize..64), 1..60),
+        ) {
             let (mut held, mut live, mut highest): (Vec<TestBuffer>, u64, u64) = (Vec::new(), 0, 0);
             release_all();
             for (i, (size, zeroed, free, which)) in asks.into_iter().enumerate() {

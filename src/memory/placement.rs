@@ -193,7 +193,12 @@ mod tests {
                 .map(|i| (width * [512, 2048, 512, 1536][i % 4], if i % 4 == 2 { wide * 4096 } else { 512 }))
                 .collect();
             let placement = ArenaPlacement::new(&pass(&sizes));
-            prop_assert!(placement.arena_bytes <= placement.lower_bound + placement.lower_bound / 8, "{} for {}", placement.arena_bytes, placement.lower_bound);
+            prop_assert!(
+                placement.arena_bytes <= placement.lower_bound + placement.lower_bound / 8,
+                "{} for {}",
+                placement.arena_bytes,
+                placement.lower_bound
+            );
         }
     }
 

@@ -151,7 +151,13 @@ mod tests {
         /// Whatever the reading: without pressure nothing happens, prefetch shrinks before the micro-batch, and what
         /// cannot shrink is left alone.
         #[test]
-        fn prefetch_goes_first(left in 0u64..4000, most in 1u64..4000, stalled in prop::option::of(0f64..1.0), prefetch: bool, batch: bool) {
+        fn prefetch_goes_first(
+            left in 0u64..4000,
+            most in 1u64..4000,
+            stalled in prop::option::of(0f64..1.0),
+            prefetch: bool,
+            batch: bool,
+        ) {
             let reading = PressureReading { available: left, limit: most, stalled };
             let action = choose_action(reading, prefetch, batch);
             prop_assert!(reading.is_low() || action == PressureAction::Nothing);

@@ -1,7 +1,8 @@
-//! The changes of a ledger over the last two updates, in bounded memory, and what they say: who held what at every moment.
+//! The changes of a ledger over the last two updates, in bounded memory, and what they say: who held what at every
+//! moment.
 //!
-//! [`Recorder`] is part of a ledger that is asked to record; [`LedgerSnapshot`] is what it and the holders of that moment
-//! amount to, as files keep it.
+//! [`Recorder`] is part of a ledger that is asked to record; [`LedgerSnapshot`] is what it and the holders of that
+//! moment amount to, as files keep it.
 
 use std::collections::VecDeque;
 use std::time::Instant;
@@ -263,7 +264,9 @@ mod tests {
     proptest! {
         /// Whatever happens, replaying the changes gives the bytes at the end, and the peak of the ledger.
         #[test]
-        fn a_replay_ends_at_what_is_held(steps in prop::collection::vec((0usize..6, 1u64..1000, any::<bool>()), 1..200)) {
+        fn a_replay_ends_at_what_is_held(
+            steps in prop::collection::vec((0usize..6, 1u64..1000, any::<bool>()), 1..200),
+        ) {
             let ledger = Ledger::new(u64::MAX, None);
             ledger.record();
             let mut kept = Vec::new();

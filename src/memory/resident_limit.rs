@@ -2,8 +2,8 @@
 //!
 //! Code and freed small blocks are resident although nothing reserved them. Both can be given back at any time: code is
 //! read again from the page cache when it runs, and the C library can trim its free blocks. The ledger limits code at
-//! every reservation, so that little of it runs between two checks: often while code is being mapped, seldom once a step
-//! repeats what ran before. A thread checks too, for work that reserves nothing.
+//! every reservation, so that little of it runs between two checks: often while code is being mapped, seldom once a
+//! step repeats what ran before. A thread checks too, for work that reserves nothing.
 
 use std::fs::File;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
@@ -19,8 +19,8 @@ use super::{measure, pressure};
 /// program maps between two checks.
 const CODE_MARGIN_BYTES: (u64, u64) = (1 << 20, 5 << 19);
 
-/// Fragments are trimmed when less than this part of the plan is left, but not less than the first and not more than the
-/// second number of bytes: a larger job leaves larger fragments between two checks.
+/// Fragments are trimmed when less than this part of the plan is left, but not less than the first and not more than
+/// the second number of bytes: a larger job leaves larger fragments between two checks.
 const TRIM_MARGIN_FRACTION: u64 = 64;
 const TRIM_MARGIN_BYTES: (u64, u64) = (1 << 20, 4 << 20);
 
@@ -78,8 +78,8 @@ fn watch() {
     }
 }
 
-/// Drops code beyond its limit, if it is time to check. Costs some nanoseconds if it is not, and microseconds if nothing
-/// exceeds the limit.
+/// Drops code beyond its limit, if it is time to check. Costs some nanoseconds if it is not, and microseconds if
+/// nothing exceeds the limit.
 pub fn limit_code() {
     if IS_SET.load(Relaxed)
         && let Ok(mut state) = STATE.try_lock()

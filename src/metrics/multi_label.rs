@@ -138,7 +138,8 @@ mod tests {
             let mut sums = MultiLabelSums::new(3, Some(scores));
             logits.iter().zip(&truths).for_each(|(logits, truths)| sums.push(logits, truths).unwrap());
             let found = sums.finish().unwrap();
-            // Counts: label 0 has 2 hits and 1 false alarm, label 1 has 1 hit and 1 miss, label 2 a false alarm and a miss.
+            // Counts: label 0 has 2 hits and 1 false alarm, label 1 has 1 hit and 1 miss, label 2 a false alarm and a
+            // miss.
             assert!((found.f1_micro - 6.0 / 10.0).abs() < 1e-12, "{found:?}");
             assert!((found.f1_macro - (0.8 + 2.0 / 3.0) / 3.0).abs() < 1e-12);
             assert_eq!(found.accuracy, 0.25);

@@ -1,5 +1,5 @@
-//! The scores of all samples for every class, for metrics that need their ranks. Kept in memory up to a limit, beyond it
-//! in a temporary file that disappears with the process.
+//! The scores of all samples for every class, for metrics that need their ranks. Kept in memory up to a limit, beyond
+//! it in a temporary file that disappears with the process.
 
 use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom, Write};

@@ -71,8 +71,8 @@ pub enum ScoreMemory {
 }
 
 impl TaskSums {
-    /// For `samples` samples of these features; `None` if the target is text, whose metrics follow from the loss. `scales`
-    /// are those of a regression's targets.
+    /// For `samples` samples of these features; `None` if the target is text, whose metrics follow from the loss.
+    /// `scales` are those of a regression's targets.
     pub fn new(
         features: &Features,
         scales: Vec<TargetScale>,
@@ -201,8 +201,8 @@ pub enum TaskMetrics {
 }
 
 impl TaskMetrics {
-    /// The metrics by name, as in the job's `[eval] metrics`. Those of several regression targets are means over them, as
-    /// in scikit-learn, followed by those of each target, called `rmse.NAME`.
+    /// The metrics by name, as in the job's `[eval] metrics`. Those of several regression targets are means over them,
+    /// as in scikit-learn, followed by those of each target, called `rmse.NAME`.
     pub fn values(&self) -> Vec<(String, f64)> {
         let named = |pairs: &[(&str, Option<f64>)]| {
             pairs.iter().filter_map(|(name, value)| Some(((*name).to_owned(), (*value)?))).collect()

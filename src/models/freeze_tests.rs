@@ -1,5 +1,5 @@
-//! Frozen parameters, in every kind of model: they have no gradient and cost nothing, and the others have the gradients of
-//! the model that trains all.
+//! Frozen parameters, in every kind of model: they have no gradient and cost nothing, and the others have the gradients
+//! of the model that trains all.
 
 use candle_core::DType;
 
@@ -100,7 +100,8 @@ fn models() -> impl Iterator<Item = (String, Input)> {
     super::equivalence_tests::models().into_iter().filter(|(text, _)| !text.contains("depth = 50"))
 }
 
-/// Lists of frozen parameters: the head, all but the head, the first and the second half, matrices, vectors, every third.
+/// Lists of frozen parameters: the head, all but the head, the first and the second half, matrices, vectors, every
+/// third.
 fn freezes(text: &str, input: Input) -> Vec<Vec<String>> {
     let built = model(text, input, &[]);
     let head = built.network.loss.name().to_owned();
@@ -177,8 +178,8 @@ fn fusion_recomputation_and_the_reference_agree_on_frozen_models() {
         for freeze in freezes(&text, input).into_iter().skip(number % 2).step_by(2) {
             let run = |execution| pass(&text, input, &freeze, execution, DType::F64);
             let fused = run(Execution::Fused);
-            // The reference of a MobileNet with frozen batch norms is 1.5e-4 apart, for a reason that is not known; others
-            // agree to 1e-6.
+            // The reference of a MobileNet with frozen batch norms is 1.5e-4 apart, for a reason that is not known;
+            // others agree to 1e-6.
             for (execution, tolerance) in
                 [(Execution::Plain, 1e-9), (Execution::Recomputed, 1e-9), (Execution::Reference, 5e-4)]
             {

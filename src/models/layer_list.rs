@@ -127,8 +127,14 @@ fn add_layer(
             b.push_layer(layer);
         }
         LayerConfig::Residual(_) => return Err(b.shape_error(name, "no residual group inside another")),
-        other => {
-            if let Some(act) = activation_of(other) {
+        LayerConfig::Relu(_)
+        | LayerConfig::Relu6(_)
+        | LayerConfig::Gelu(_)
+        | LayerConfig::GeluTanh(_)
+        | LayerConfig::Silu(_)
+        | LayerConfig::Sigmoid(_)
+        | LayerConfig::Tanh(_) => {
+            if let Some(act) = activation_of(layer) {
                 b.activation(name, act);
             }
         }

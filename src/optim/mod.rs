@@ -1,7 +1,8 @@
-//! Optimizers: updates over the flat parameter buffers, and the learning rate schedule.
+//! Optimizers: updates over the flat parameter buffers, the learning rate schedule, and pruning.
 
 pub mod grad_scaler;
 pub mod offload;
+pub mod prune;
 pub mod schedule;
 
 use std::ops::Range;

@@ -1,4 +1,5 @@
-//! Which parameters are trained, and which group they belong to: the patterns of `train.freeze` and `[[train.groups]]`.
+//! Which parameters are trained, which group they belong to and which may be pruned: the patterns of `train.freeze`,
+//! `[[train.groups]]` and `prune.skip`.
 //!
 //! A pattern matches a parameter's name, or that of a module it is in: the name up to one of its dots. `*` matches any
 //! characters, dots too. Of several that match, the last decides.
@@ -6,13 +7,15 @@
 use glob::Pattern;
 
 use super::{ParamGroup, Placement};
-use crate::job::TrainConfig;
+use crate::job::{Job, TrainConfig};
 
 /// Patterns on names, compiled.
 #[derive(Clone, Debug, Default)]
 pub struct ParamRules {
     freeze: Vec<FreezeRule>,
     groups: Vec<GroupRule>,
+    /// What `[prune]` leaves out; `None` without that table.
+    prune_skip: Option<Vec<NamePattern>>,
 }
 
 /// Why the rules of a job do not apply to its model.
@@ -22,6 +25,10 @@ pub enum RulesError {
     NoMatch { key: &'static str, pattern: String, near: String },
     #[error("`train.freeze` leaves no parameter to train")]
     AllFrozen,
+    #[error(
+        "`[prune]` finds nothing to prune: no weight of a linear layer or convolution is trained and not in `prune.skip`"
+    )]
+    NothingPruned,
 }
 
 #[derive(Clone, Debug)]
@@ -79,15 +86,29 @@ impl ParamRules {
             lr_scale: group.lr_scale,
             weight_decay: group.weight_decay,
         });
-        Self { freeze: freeze.collect(), groups: groups.collect() }
+        Self { freeze: freeze.collect(), groups: groups.collect(), prune_skip: None }
     }
 
-    /// Where a parameter with these names belongs.
-    pub(super) fn place(&self, names: &[&str]) -> Placement {
+    /// The rules of all tables of a job.
+    pub fn of_job(job: &Job) -> Self {
+        let skip =
+            job.prune.as_ref().map(|prune| prune.skip.iter().map(|text| NamePattern::new(text)).collect());
+        Self { prune_skip: skip, ..Self::new(&job.train) }
+    }
+
+    /// Whether the job prunes.
+    pub(super) fn prunes(&self) -> bool {
+        self.prune_skip.is_some()
+    }
+
+    /// Where a parameter with these names belongs; only matrices and filters are pruned.
+    pub(super) fn place(&self, names: &[&str], is_matrix: bool) -> Placement {
         let matches = |pattern: &NamePattern| names.iter().any(|name| pattern.matches(name));
         let frozen = self.freeze.iter().rfind(|rule| matches(&rule.pattern)).is_some_and(|rule| rule.freezes);
         let group = self.groups.iter().rposition(|group| group.patterns.iter().any(matches));
-        Placement { trained: !frozen, group: group.map_or(0, |index| index + 1) }
+        let pruned =
+            is_matrix && !frozen && self.prune_skip.as_ref().is_some_and(|skip| !skip.iter().any(matches));
+        Placement { trained: !frozen, group: group.map_or(0, |index| index + 1), pruned }
     }
 
     /// The group of a placement, which starts at this offset and is still empty.
@@ -105,7 +126,8 @@ impl ParamRules {
     pub(super) fn check(&self, names: &[&str]) -> Result<(), RulesError> {
         self.freeze.iter().try_for_each(|rule| rule.pattern.check("train.freeze", names))?;
         let patterns = self.groups.iter().flat_map(|group| &group.patterns);
-        patterns.into_iter().try_for_each(|pattern| pattern.check("train.groups", names))
+        patterns.into_iter().try_for_each(|pattern| pattern.check("train.groups", names))?;
+        self.prune_skip.iter().flatten().try_for_each(|pattern| pattern.check("prune.skip", names))
     }
 }
 

@@ -118,7 +118,8 @@ fn advise_machine(r: &PlanRequest, leanest: Candidate) -> String {
     let offloaded =
         if leanest.exec_plan.offloads(Offload::Activations) { ", all that can be offloaded" } else { "" };
     format!(
-        "it needs a machine with {} (`memory.ram = \"{}MiB\"`; here are {}), or a smaller model: that is with {}{offloaded}",
+        "it needs a machine with {} (`memory.ram = \"{}MiB\"`; here are {}), or a smaller model: that is \
+         with {}{offloaded}",
         describe_needs(r, leanest),
         leanest.ram.div_ceil(MIB),
         Bytes(r.max_ram),

@@ -30,7 +30,13 @@ mod tests {
 
     proptest! {
         #[test]
-        fn the_budget_only_falls_and_leaves_room_for_the_leanest(whole in 1u64..1 << 34, fell in 0u64..1 << 30, asked in 0u64..1 << 34, measured in 0u64..1 << 34, least in 0u64..1 << 34) {
+        fn the_budget_only_falls_and_leaves_room_for_the_leanest(
+            whole in 1u64..1 << 34,
+            fell in 0u64..1 << 30,
+            asked in 0u64..1 << 34,
+            measured in 0u64..1 << 34,
+            least in 0u64..1 << 34,
+        ) {
             let now = whole.saturating_sub(fell);
             if let Some(budget) = corrected_budget(whole, now, asked, measured, least) {
                 prop_assert!(budget < now && budget >= least.min(whole));

@@ -45,6 +45,9 @@ pub const STAGED_BATCH: &str = "micro-batch on its way";
 /// The name that the reservation for the metrics of an evaluation carries.
 pub const EVALUATION_METRICS: &str = "evaluation metrics";
 
+/// The name that the reservations of pruning carry.
+pub const PRUNING: &str = "pruning";
+
 const MASTER_WEIGHTS: &str = "master weights";
 const GRADIENTS: &str = "gradients";
 
@@ -159,13 +162,13 @@ pub fn staging_bytes(features: &Features, samples: usize) -> u64 {
     (samples * features.value_bytes() + sample_keys::sample_info_bytes(samples)) as u64
 }
 
-/// Bytes needed to write a checkpoint: the largest parameter that must be permuted from channels-last, the largest frozen
-/// one that is converted from the compute dtype, which is held in both, and the file buffer.
+/// Bytes needed to write a checkpoint: a copy of the largest parameter that must be permuted from channels-last, or two
+/// of the largest frozen one that is converted from the compute dtype, and the file buffer.
 pub fn checkpoint_write_bytes(layout: &ParamLayout, dtype: DType) -> u64 {
     let permuted = largest_param_len(layout, |memory_format| memory_format == MemoryFormat::ChannelsLast);
     let frozen = layout.params.frozen().map(|(spec, _)| spec.len() as u64).max().unwrap_or(0);
     let converted = if dtype.size_in_bytes() as u64 == master_dtype_bytes(dtype) { 0 } else { 2 * frozen };
-    (permuted + converted) * master_dtype_bytes(dtype) + (1 << 20)
+    permuted.max(converted) * master_dtype_bytes(dtype) + (1 << 20)
 }
 
 /// Number of values in the largest parameter of such a memory format.
@@ -220,14 +223,23 @@ impl<'a> Estimator<'a> {
 
     /// Bytes that each block frees if it saves only its input, for one sample.
     pub fn freed_by_recompute(&self) -> Vec<u64> {
-        let kept = |recompute| {
-            ledger_trace::saved_bytes_per_block(
-                &self.log_forward_backward(1, recompute, false).0,
-                &self.blocks,
-            )
-        };
         let all = self.inputs.network.blocks.len();
-        kept(0).into_iter().zip(kept(all)).map(|(whole, input)| whole.saturating_sub(input)).collect()
+        let (saved, inputs) = (self.saved_bytes(0, false), self.saved_bytes(all, false));
+        saved.into_iter().zip(inputs).map(|(saved, input)| saved.saturating_sub(input)).collect()
+    }
+
+    /// Bytes of each block's input that activation offload copies to the host, for one sample.
+    pub fn offloaded_inputs(&self) -> Vec<u64> {
+        let all = self.inputs.network.blocks.len();
+        let (resident, left) = (self.saved_bytes(all, false), self.saved_bytes(all, true));
+        let copied = resident.into_iter().zip(left).map(|(resident, left)| resident.saturating_sub(left));
+        // An input is an output of the block before; that of the first block, the micro-batch, stays.
+        std::iter::once(0).chain(copied).take(all).collect()
+    }
+
+    /// Bytes that each block holds after the forward pass of one sample.
+    fn saved_bytes(&self, recompute: usize, offload: bool) -> Vec<u64> {
+        ledger_trace::saved_bytes_per_block(&self.log_forward_backward(1, recompute, offload).0, &self.blocks)
     }
 
     /// The ledger log of a training dry run, and the peak bytes offloaded to host memory.
@@ -369,6 +381,9 @@ impl<'a> Estimator<'a> {
             s.allocation(Role::DataPipeline, "left by preparation", s.process.leftover_heap),
         ];
         all.extend(measured.into_iter().filter(|part| part.bytes > 0));
+        if s.job.prune.is_some() {
+            all.push(s.allocation(Role::Weights, "pruning mask", optim::prune::mask_bytes(&s.layout.params)));
+        }
         if s.job.log.memory == MemoryLog::Detailed {
             let ledgers = 1 + u64::from(s.on_device());
             all.push(s.allocation(Role::Reserve, "memory recorder", ledgers * RECORDER_BYTES));
@@ -415,7 +430,15 @@ impl<'a> Estimator<'a> {
             (Phase::Update, _) => {
                 let rule = s.optimizer.of_kind(exec_plan.optimizer);
                 let bytes = optim::workspace_bytes(&rule, &s.layout.params, s.backend);
-                vec![s.allocation(Role::Workspace, "optimizer", bytes)]
+                let mut parts = vec![s.allocation(Role::Workspace, "optimizer", bytes)];
+                if s.job.prune.is_some() {
+                    let (params, role) = (&s.layout.params, Role::Workspace);
+                    let bytes = optim::prune::workspace_bytes(params, s.backend);
+                    parts.push(s.allocation(role, PRUNING, bytes));
+                    let (bytes, space) = (optim::prune::selection_bytes(params, s.backend), MemorySpace::Ram);
+                    parts.push(Allocation { role, name: PRUNING, bytes, space });
+                }
+                parts
             }
             (Phase::Eval, Some(batch)) => {
                 let bytes = s.loader_bytes(batch, exec_plan.prefetch);

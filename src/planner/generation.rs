@@ -153,8 +153,8 @@ impl GenerationInputs<'_> {
         ledger.peak()
     }
 
-    /// Bytes of the logits of `rows` sequences on the host, and of the candidates that are drawn from; 0 on a GPU, whose
-    /// memory this is not.
+    /// Bytes of the logits of `rows` sequences on the host, and of the candidates that are drawn from; 0 on a GPU,
+    /// whose memory this is not.
     pub fn sampling_bytes(&self, rows: usize) -> u64 {
         let threads = match self.backend {
             Backend::Cpu { threads } => threads.min(rows),

@@ -80,6 +80,7 @@ pub fn build_plan(
         advice: None,
         shrunk: adjustments(r, predictor, as_written.exec_plan, picked.exec_plan),
         phases: estimate.phases,
+        pruned: None,
         disk: Disk::default(),
     }
 }
@@ -356,7 +357,12 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_plan_keeps_the_samples_and_the_budget(batch in 1usize..200, accumulation in 1usize..20, ram in 0u64..3000, group in 1usize..9) {
+        fn a_plan_keeps_the_samples_and_the_budget(
+            batch in 1usize..200,
+            accumulation in 1usize..20,
+            ram in 0u64..3000,
+            group in 1usize..9,
+        ) {
             let r = PlanRequest { micro_batch_multiple: group, ..request(batch, accumulation, ram) };
             let plan = plan(&r, &HOST);
             let c = &plan.chosen;

@@ -1,4 +1,5 @@
-//! The memory plan: what a step takes, which execution plan is the fastest that fits, and which change would make one fit.
+//! The memory plan: what a step takes, which execution plan is the fastest that fits, and which change would make one
+//! fit.
 
 pub mod advice;
 pub mod budget;

@@ -40,9 +40,25 @@ pub struct MemoryPlan {
     /// The peak of each phase of the chosen execution plan.
     #[serde(default)]
     pub phases: Vec<PhasePeak>,
+    /// The pruned model, if the job prunes.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pruned: Option<PrunedModel>,
     /// What the run keeps on disk.
     #[serde(default)]
     pub disk: Disk,
+}
+
+/// The weights that a run with `[prune]` ends with.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+pub struct PrunedModel {
+    /// Weights that may be pruned.
+    pub weights: u64,
+    /// Fraction of these that is zero after the last update.
+    pub sparsity: f64,
+    /// Size of the whole model in f32.
+    pub bytes: u64,
+    /// Estimated size of that after gzip.
+    pub compressed_bytes: u64,
 }
 
 /// Bytes on disk.

@@ -278,7 +278,12 @@ mod tests {
             overhead in 0.0f64..0.2, may in proptest::sample::subsequence(
                 vec![OomAction::Shrink, OomAction::Recompute, OomAction::Offload, OomAction::Optimizer8bit], 0..=4),
         ) {
-            let mut r = PlanRequest { micro_batch_multiple: group, vram, allowed: may, ..request(batch, accumulation, ram) };
+            let mut r = PlanRequest {
+                micro_batch_multiple: group,
+                vram,
+                allowed: may,
+                ..request(batch, accumulation, ram)
+            };
             r.cost.micro_batch_overhead = overhead;
             let toy = ToyPredictor { on_device: vram > 0 };
             let found = Search::new(&r, &toy).fastest();

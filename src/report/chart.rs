@@ -1,7 +1,7 @@
 //! A line chart in characters, for terminals and text files.
 
-/// Rows of a chart, with the highest and lowest value at its left and a label under each end. Of several points in a column,
-/// their mean is drawn. Values that are not finite are left out.
+/// Rows of a chart, with the highest and lowest value at its left and a label under each end. Of several points in a
+/// column, their mean is drawn. Values that are not finite are left out.
 pub fn lines(values: &[f64], ends: (&str, &str), columns: usize, rows: usize) -> Vec<String> {
     let finite = || values.iter().copied().filter(|value| value.is_finite());
     let (low, high) = (finite().fold(f64::INFINITY, f64::min), finite().fold(f64::NEG_INFINITY, f64::max));

@@ -86,6 +86,17 @@ impl RunView<'_> {
                 let text = format!("nothing is left to train: {reason}; {change} `{key}` to train on");
                 line(paint.bold(&label("done")), text)
             }
+            Event::Pruned { step, sparsity, pruned, weights }
+                if self.display.verbosity == Verbosity::Verbose =>
+            {
+                let (part, of) = (text::percent(*sparsity, 1.0), format_count(*weights));
+                let text = format!(
+                    "step {}  {part}: {} of {of} weights are zero",
+                    format_count(*step),
+                    format_count(*pruned)
+                );
+                line(paint.dim(&label("prune")), text)
+            }
             // `train.` sorts before `valid.`.
             Event::Eval { step, epoch, metrics, eval_s, .. } => line(
                 paint.green(&label("eval")),
@@ -230,6 +241,7 @@ impl RunView<'_> {
                 )
             }
             Event::Step { .. }
+            | Event::Pruned { .. }
             | Event::MemorySnapshot { .. }
             | Event::Checkpoint { .. }
             | Event::Best { .. }

@@ -83,6 +83,7 @@ pub fn plan() -> MemoryPlan {
             why: "as written it takes 344.00 MiB of 256.00 MiB ram".into(),
         }],
         phases: vec![phase(Phase::Forward, 180), phase(Phase::Backward, 212), phase(Phase::Update, 80)],
+        pruned: None,
         disk: Disk::default(),
     }
 }

@@ -1,5 +1,5 @@
-//! The curve of a learning-rate range test as an SVG: the loss of every update and the smoothed loss over the rate, with the
-//! suggested rate.
+//! The curve of a learning-rate range test as an SVG: the loss of every update and the smoothed loss over the rate,
+//! with the suggested rate.
 
 use std::io;
 
@@ -8,8 +8,8 @@ use plotters::prelude::*;
 use super::axes::{self, DrawError, SIZE, Unit};
 use crate::tune::lr_range::{LrPoint, Suggestion};
 
-/// Losses above this multiple of the first smoothed one are left out: the last ones before a divergence would flatten the
-/// rest.
+/// Losses above this multiple of the first smoothed one are left out: the last ones before a divergence would flatten
+/// the rest.
 const MAX_LOSS_RATIO: f64 = 1.5;
 
 const SUGGESTED: RGBColor = RGBColor(0xc1, 0x46, 0x00);

@@ -1,9 +1,9 @@
 //! Sends a run to an MLflow server: its parameters, its metrics with step and time, and how it ended.
 //!
-//! A thread of its own talks to the server, so that no update waits for it. Its queue is bounded: while the server does not
-//! answer, the oldest metrics are dropped and counted. Whatever fails here is a warning, never an error of the run. The id
-//! of the MLflow run is kept in the run's folder: a resumed run continues it, sends nothing twice, and first what an earlier
-//! process could not send.
+//! A thread of its own talks to the server, so that no update waits for it. Its queue is bounded: while the server does
+//! not answer, the oldest metrics are dropped and counted. Whatever fails here is a warning, never an error of the run.
+//! The id of the MLflow run is kept in the run's folder: a resumed run continues it, sends nothing twice, and first
+//! what an earlier process could not send.
 
 mod client;
 
@@ -251,7 +251,8 @@ impl Delivery {
         self.shared.with(|state| state.dropped += excess as u64);
     }
 
-    /// Adds the metrics up to `step` that earlier processes recorded and did not send. Best effort: the file is the record.
+    /// Adds the metrics up to `step` that earlier processes recorded and did not send. Best effort: the file is the
+    /// record.
     fn push_unsent(&mut self, step: u64) {
         let (mut last_step, mut last_eval, mut is_reachable) = (None, None, true);
         for line in complete_lines(&self.events).into_iter().flatten().map_while(Result::ok) {

@@ -1,5 +1,5 @@
-//! Everything people see of a run: terminal, TensorBoard, `report.html`, plans and summaries, as renderings of its events.
-//! Errors of the run itself are not rendered here; the caller that receives them reports them.
+//! Everything people see of a run: terminal, TensorBoard, `report.html`, plans and summaries, as renderings of its
+//! events. Errors of the run itself are not rendered here; the caller that receives them reports them.
 
 mod axes;
 pub mod chart;

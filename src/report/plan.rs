@@ -6,7 +6,7 @@ use super::text::{self, AnsiStyle};
 use super::{DisplayOptions, Verbosity};
 use crate::base::units::{counted, format_count};
 use crate::base::{MemorySpace, Role};
-use crate::planner::plan::{CandidateSummary, Disk, PhasePeak, PlanAdjustment, PlanVerdict};
+use crate::planner::plan::{CandidateSummary, Disk, PhasePeak, PlanAdjustment, PlanVerdict, PrunedModel};
 use crate::planner::{MemoryPlan, ladder};
 
 const BAR_CELLS: usize = 24;
@@ -38,6 +38,7 @@ pub fn lines(plan: &MemoryPlan, display: DisplayOptions) -> Vec<String> {
     if plan.trained_parameters < plan.parameters {
         out.push(format!("       {}", parameter_counts(plan.parameters, plan.trained_parameters)));
     }
+    out.extend(plan.pruned.map(|model| format!("       {}", pruned_model(model))));
     if plan.verdict != PlanVerdict::DoesNotFit {
         out.extend(adjustment_table(plan));
     }
@@ -96,6 +97,18 @@ fn verdict_line(plan: &MemoryPlan, paint: AnsiStyle) -> String {
 pub fn parameter_counts(parameters: u64, trained: u64) -> String {
     let all = format!("{} parameters", format_count(parameters));
     if trained < parameters { format!("{all}, {} trained", format_count(trained)) } else { all }
+}
+
+/// `80.0 % of 1,199,648 weights pruned: 4.58 MiB, about 1.11 MiB gzipped`.
+pub fn pruned_model(model: PrunedModel) -> String {
+    let PrunedModel { weights, sparsity, bytes, compressed_bytes } = model;
+    format!(
+        "{} of {} weights pruned: {}, about {} gzipped",
+        text::percent(sparsity, 1.0),
+        format_count(weights),
+        text::bytes(bytes),
+        text::bytes(compressed_bytes)
+    )
 }
 
 /// The execution plan: `micro-batch 50 x 2 = 100 samples per update (requested: 100 x 1), ...`.
@@ -317,6 +330,15 @@ plan   fits after shrinking on cpu: ram 212 MiB of 256 MiB (82.8 %) at the peak,
        as written                            344 MiB  x 1.00  too large
        micro-batch 50, 2 accumulation steps  212 MiB  x 1.04  chosen"
         );
+    }
+
+    #[test]
+    fn a_plan_says_how_large_the_pruned_model_will_be() {
+        let model =
+            PrunedModel { weights: 1_000_000, sparsity: 0.8, bytes: 4 << 20, compressed_bytes: 1 << 20 };
+        let plan = MemoryPlan { pruned: Some(model), ..fixtures::plan() };
+        let expected = "\n       80.0 % of 1,000,000 weights pruned: 4.00 MiB, about 1.00 MiB gzipped\n";
+        assert!(text(&plan, DisplayOptions::default()).contains(expected));
     }
 
     #[test]

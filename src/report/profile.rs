@@ -9,8 +9,9 @@ use super::text::{self, AnsiStyle};
 use super::{DisplayOptions, Verbosity};
 use crate::base::Role;
 use crate::base::units::counted;
+use crate::graph::offload::CopySpeed;
 use crate::job::OptimizerKind;
-use crate::train::profile::{KernelProfile, NodeProfile, Profile};
+use crate::train::profile::{BlockOffload, KernelProfile, NodeProfile, Profile};
 
 /// Nodes and blocks that the tables list without `--verbose`, the slowest first.
 const MAX_LISTED: usize = 12;
@@ -56,8 +57,8 @@ pub fn lines(profile: &Profile, display: DisplayOptions) -> Vec<String> {
     lines.extend(hotspots(profile).into_iter().map(|line| format!("  {line}")));
     if all {
         lines.push(String::new());
-        lines.push(paint.bold("recomputing a block"));
-        lines.extend(recompute_table(profile));
+        lines.push(paint.bold("recomputing and offloading a block"));
+        lines.extend(block_table(profile));
     }
     lines
 }
@@ -128,14 +129,34 @@ fn kernel_table(profile: &Profile) -> Vec<String> {
     text::table("<>>>", 2, &rows)
 }
 
-fn recompute_table(profile: &Profile) -> Vec<String> {
-    let mut rows = vec![["block", "frees", "costs", ""].map(String::from).to_vec()];
+/// What each block would free and cost if it were recomputed, and if its input were offloaded besides.
+fn block_table(profile: &Profile) -> Vec<String> {
+    let has_offload = profile.blocks.iter().any(|block| block.offload.is_some());
+    let head = ["block", "recompute frees", "costs", "offload frees", "copies", "costs", ""];
+    let columns = if has_offload { 7 } else { 3 };
+    let mut rows = vec![head[..columns].iter().map(|name| name.to_string()).collect::<Vec<_>>()];
     for block in &profile.blocks {
-        let state = if block.is_recomputed { "is recomputed" } else { "" };
         let cost = text::percent(block.forward_s, profile.update_s);
-        rows.push(vec![block.name.clone(), text::bytes(block.freed_by_recompute_bytes), cost, state.into()]);
+        let mut row = vec![block.name.clone(), text::bytes(block.freed_by_recompute_bytes), cost];
+        if has_offload {
+            let BlockOffload { freed_bytes, copy_s, exposed_s } = block.offload.unwrap_or_default();
+            let cost = text::percent(exposed_s, profile.update_s);
+            row.extend([text::bytes(freed_bytes), milliseconds(copy_s), cost]);
+        }
+        row.extend(block.is_recomputed.then(|| "is recomputed".to_owned()));
+        rows.push(row);
     }
-    text::table("<>><", 2, &rows)
+    let mut lines = text::table("<>>>>><", 2, &rows);
+    lines.push(match profile.copy_speed {
+        Some(CopySpeed { to_host, to_device }) => format!(
+            "  offloading moves the input of a recomputed block to host memory: {:.1} GB/s to the host, {:.1} GB/s back",
+            to_host / 1e9,
+            to_device / 1e9
+        ),
+        None if has_offload => "  no block has an input to offload: a micro-batch stays on the device".to_owned(),
+        None => "  offloading does not apply: on the CPU, activations are in host memory already".to_owned(),
+    });
+    lines
 }
 
 /// What takes a large share of the time or of the peak, and what could be done.
@@ -288,7 +309,7 @@ mod tests {
             forward_s: 0.002,
             backward_s: 0.004,
             freed_by_recompute_bytes: freed,
-            is_recomputed: false,
+            ..BlockProfile::default()
         };
         let part = |name, seconds| PartTime { name, seconds };
         let kernel = |kernel, part, node, seconds| KernelProfile { kernel, part, node, seconds, calls: 2.0 };
@@ -313,6 +334,7 @@ mod tests {
                 kernel("update", "optimizer", None, 0.0004),
             ],
             blocks: vec![block("first", 1 << 40), block("loss", 0)],
+            copy_speed: None,
             plan: fixtures::plan(),
             timeline: vec![TimelineSpan {
                 name: "a;b".into(),
@@ -344,6 +366,23 @@ mod tests {
         );
         let last = found.last().unwrap();
         assert!(last.starts_with("recomputing 1 block would free up to 1.00 TiB for 20.0 %"), "{last}");
+    }
+
+    #[test]
+    fn blocks_say_what_recomputing_and_offloading_them_frees_and_costs() {
+        let squeeze = |line: &String| line.split_whitespace().collect::<Vec<_>>().join(" ");
+        let shown = |profile: &Profile| block_table(profile).iter().map(squeeze).collect::<Vec<_>>();
+        let mut profile = profile();
+        let on_cpu = shown(&profile);
+        assert_eq!(on_cpu[..2], ["block recompute frees costs", "first 1.00 TiB 20.0 %"]);
+        assert!(on_cpu[3].starts_with("offloading does not apply: on the CPU"), "{on_cpu:?}");
+        profile.copy_speed = Some(CopySpeed { to_host: 25e9, to_device: 20e9 });
+        profile.blocks[0].is_recomputed = true;
+        profile.blocks[0].offload =
+            Some(BlockOffload { freed_bytes: 3 << 20, copy_s: 0.004, exposed_s: 0.001 });
+        let on_gpu = shown(&profile);
+        assert_eq!(on_gpu[1], "first 1.00 TiB 20.0 % 3.00 MiB 4.000 ms 10.0 % is recomputed");
+        assert!(on_gpu[3].ends_with("25.0 GB/s to the host, 20.0 GB/s back"), "{on_gpu:?}");
     }
 
     #[test]

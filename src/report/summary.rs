@@ -55,6 +55,9 @@ impl Summary {
             let value = paint.bold(&format!("{} {}", best.metric, text::number(best.value)));
             row("best", format!("{value}  at step {}", format_count(best.step)));
         }
+        if let Some(sparsity) = self.sparsity {
+            row("pruned", format!("{} of the weights are zero", text::percent(sparsity, 1.0)));
+        }
         let (planned, measured, budget) =
             (self.planned_peak_bytes, self.measured_peak_bytes, self.budget_bytes);
         for (space, planned, measured, resident, budget) in [
@@ -168,6 +171,21 @@ folder   runs/shapes/1"
             summary.lines(DisplayOptions::default(), Some("trainer fit job.toml --resume runs/shapes/1"));
         assert_eq!(lines[0], "run      shapes stopped: --max-steps 4 of 6, 2 epochs, 300 samples");
         assert_eq!(lines.last().unwrap(), "resume   trainer fit job.toml --resume runs/shapes/1");
+    }
+
+    /// Steps that a resumed run repeats have pruned nothing yet.
+    #[test]
+    fn a_pruned_run_says_how_sparse_it_is() {
+        let pruned = |t, step, sparsity| EventRecord {
+            t,
+            event: Event::Pruned { step, sparsity, pruned: (1000.0 * sparsity) as u64, weights: 1000 },
+        };
+        let mut records = fixtures::run()[..4].to_vec();
+        records.extend([pruned(3.0, 1, 0.25), pruned(4.0, 3, 0.8)]);
+        let lines = |records: &[EventRecord]| folded(records).lines(DisplayOptions::default(), None);
+        assert!(lines(&records).contains(&"pruned   80.0 % of the weights are zero".to_owned()));
+        records.push(fixtures::resumed(5.0, 2));
+        assert!(lines(&records).contains(&"pruned   25.0 % of the weights are zero".to_owned()));
     }
 
     #[test]

@@ -116,9 +116,16 @@ impl Sink for TensorBoard {
             Event::Eval { step, metrics, .. } => {
                 let tags: Vec<(String, f64)> =
                     // The step events have the training loss.
-                    metrics.iter().filter(|(name, _)| *name != "train.loss").map(|(name, value)| (name.replacen('.', "/", 1), *value)).collect();
+                    metrics
+                        .iter()
+                        .filter(|(name, _)| *name != "train.loss")
+                        .map(|(name, value)| (name.replacen('.', "/", 1), *value))
+                        .collect();
                 let tags: Vec<(&str, f64)> = tags.iter().map(|(tag, value)| (tag.as_str(), *value)).collect();
                 scalars(record.t, *step, &tags)
+            }
+            Event::Pruned { step, sparsity, .. } => {
+                scalars(record.t, *step, &[("prune/sparsity", *sparsity)])
             }
             Event::Best { step, .. } => match self.confusion(record.t, *step)? {
                 Some(payload) => payload,

@@ -37,7 +37,7 @@ pub fn plan(setup: &Setup, machine: &TargetMachine) -> Result<MemoryPlan, Failur
     }
     let plan = plan_of_fastest(&request, &predictor, &search, planned, &measured);
     let (parameters, trained_parameters) = (setup.num_parameters(), setup.num_trained());
-    Ok(MemoryPlan { parameters, trained_parameters, ..plan })
+    Ok(MemoryPlan { parameters, trained_parameters, pruned: setup.pruned_model(), ..plan })
 }
 
 /// The candidates that fit, fastest predicted first.
@@ -90,10 +90,10 @@ fn plan_of_fastest(
 fn time_updates(setup: &Setup, ledgers: Ledgers, plan: ExecutionPlan) -> Result<f64, Failure> {
     let graphs = setup.job.memory.graphs;
     let mut updates = TrialUpdates::start(setup, ledgers, plan, graphs, UPDATES_PER_CANDIDATE)?;
-    updates.next_update(|_, _| {})?;
+    updates.next_update(|_| {})?;
     let (begun, mut fastest) = (Instant::now(), f64::INFINITY);
     while updates.count < UPDATES_PER_CANDIDATE && begun.elapsed() < TIME_LIMIT {
-        fastest = updates.next_update(|_, _| {})?.min(fastest);
+        fastest = updates.next_update(|_| {})?.min(fastest);
     }
     Ok(fastest)
 }

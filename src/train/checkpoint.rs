@@ -2,7 +2,7 @@
 //!
 //! A checkpoint is a folder `step-N`. It holds weights and running statistics in `model.safetensors`, under the names
 //! and shapes other tools read; the EMA of the weights in `ema.safetensors`, if the job keeps one; the optimizer
-//! state in `optimizer.safetensors`; the tokenizer, if the data is text; what turns inputs into samples in
+//! state in `optimizer.safetensors`; the mask of pruned weights in `mask.safetensors`, if it prunes; the tokenizer, if the data is text; what turns inputs into samples in
 //! `preprocessing.json`; everything else in `state.json`.
 //!
 //! `save` writes the folder under a hidden name, syncs it with its marker `DONE`, and renames it: the rename is the
@@ -37,6 +37,7 @@ pub use state::{CheckpointState, FORMAT};
 pub const MODEL: &str = "model.safetensors";
 pub const AVERAGE: &str = "ema.safetensors";
 const OPTIMIZER: &str = "optimizer.safetensors";
+const MASK: &str = "mask.safetensors";
 pub const TOKENIZER: &str = "tokenizer.json";
 pub const PREPROCESSING: &str = "preprocessing.json";
 const STATE: &str = "state.json";
@@ -57,6 +58,8 @@ pub struct CheckpointTensors<'a> {
     pub optimizer: &'a Optimizer,
     /// EMA of the weights.
     pub average: Option<&'a Tensor>,
+    /// One byte per weight that may be pruned.
+    pub mask: Option<&'a Tensor>,
 }
 
 /// Result of [`Checkpoints::newest`].
@@ -183,6 +186,10 @@ impl Checkpoints {
             not_finite = not_finite.or(write_tensors(&folder.join(AVERAGE), &model)?);
         }
         not_finite = not_finite.or(write_buffers(&folder.join(OPTIMIZER), tensors.optimizer.state()?)?);
+        if let Some(mask) = tensors.mask {
+            files.push(MASK.to_owned());
+            write_buffers(&folder.join(MASK), &[("mask", mask.clone())])?;
+        }
         if let Some(tensor) = not_finite {
             return Err(Failure::NotFinite { step: state.step, tensor, checkpoint: None });
         }
@@ -412,6 +419,9 @@ pub fn load(path: &Path, tensors: &CheckpointTensors) -> Result<(), Failure> {
         load_named(&path.join(file), store.layout.params.trained(), average)?;
     }
     load_buffers(&path.join(OPTIMIZER), tensors.optimizer.state()?)?;
+    if let Some(mask) = tensors.mask {
+        load_buffers(&path.join(MASK), &[("mask", mask.clone())])?;
+    }
     Ok(store.sync_compute_weights()?)
 }
 

@@ -28,9 +28,10 @@ use crate::layers::loss::{MetricSums, PendingMetricSums};
 use crate::layers::{Mode, PassContext};
 use crate::memory::gpu::GpuDevice;
 use crate::memory::{InjectedOom, Ledger, Reservation, resident_limit};
+use crate::optim::prune::{self, PrunedCount, Pruning};
 use crate::optim::{self, Optimizer, OptimizerStep};
 use crate::param_store::ParamStore;
-use crate::planner::estimate::{Allocation, batch_bytes};
+use crate::planner::estimate::{Allocation, PRUNING, batch_bytes};
 use crate::planner::execution_plan::{ExecutionPlan, Offload};
 use gpu::{GpuState, PassScope, PendingGradStats};
 
@@ -76,6 +77,8 @@ pub struct Engine<'a> {
     activation_offload: Option<ActivationOffload>,
     /// EMA of the weights, if the job sets one.
     pub average: Option<Tensor>,
+    /// The mask of pruned weights, if the job prunes.
+    pruning: Option<Pruning>,
     /// Copies batches to the device.
     staging: BatchStaging,
     /// Running statistics at the start of the current update, for a rollback.
@@ -111,6 +114,7 @@ struct PersistentState {
     activation_offload: Option<ActivationOffload>,
     saved_stats: Tensor,
     average: Option<Tensor>,
+    pruning: Option<Pruning>,
     gpu: GpuState,
 }
 
@@ -147,6 +151,7 @@ impl<'a> Engine<'a> {
             plan,
             activation_offload: persistent.activation_offload,
             average: persistent.average,
+            pruning: persistent.pruning,
             staging,
             saved_stats: persistent.saved_stats,
             gpu: persistent.gpu,
@@ -168,8 +173,10 @@ impl<'a> Engine<'a> {
         let activation_offload = plan.offloads(Offload::Activations).then(offload).transpose()?;
         let saved_stats = store.stats.copy()?;
         let average = setup.job.train.ema.map(|_| store.copy_master_weights()).transpose()?;
+        let prune = |config| Pruning::new(config, &setup.layout.params, &setup.device());
+        let pruning = setup.job.prune.as_ref().map(prune).transpose()?;
         let gpu = GpuState::new(setup, &rule, &store, graphs)?;
-        Ok(PersistentState { store, optimizer, activation_offload, saved_stats, average, gpu })
+        Ok(PersistentState { store, optimizer, activation_offload, saved_stats, average, pruning, gpu })
     }
 
     pub fn plan(&self) -> ExecutionPlan {
@@ -389,9 +396,39 @@ impl<'a> Engine<'a> {
         Ok(())
     }
 
+    /// Reserves what pruning after update `step` takes. Comes before the update, which an OOM must leave undone.
+    pub fn reserve_pruning(&self, step: u64) -> Result<Vec<Reservation>, StepError> {
+        let Some(pruning) = self.pruning.as_ref().filter(|pruning| pruning.is_active(step)) else {
+            return Ok(Vec::new());
+        };
+        let (params, backend) = (&self.setup.layout.params, self.setup.backend());
+        let selection = if pruning.is_due(step) { prune::selection_bytes(params, backend) } else { 0 };
+        let parts = [(&self.ledger, prune::workspace_bytes(params, backend)), (&self.host_ledger, selection)];
+        let parts = parts.into_iter().filter(|(_, bytes)| *bytes > 0);
+        Ok(parts
+            .map(|(ledger, bytes)| ledger.reserve(Role::Workspace, PRUNING, bytes))
+            .collect::<Result<_, _>>()?)
+    }
+
+    /// Selects the weights to prune, if that is due after update `step`, and keeps the pruned ones at zero.
+    pub fn prune(&self, step: u64) -> candle_core::Result<Option<PrunedCount>> {
+        let Some(pruning) = self.pruning.as_ref().filter(|pruning| pruning.is_active(step)) else {
+            return Ok(None);
+        };
+        let _kernels = ReferenceScope::enter(self.setup.backend().is_reference());
+        let count = pruning.is_due(step).then(|| pruning.select(&self.store, step)).transpose()?;
+        pruning.apply(&self.store, self.average.as_ref())?;
+        Ok(count)
+    }
+
     /// The tensors a checkpoint saves.
     pub fn checkpoint_tensors(&self) -> CheckpointTensors<'_> {
-        CheckpointTensors { store: &self.store, optimizer: &self.optimizer, average: self.average.as_ref() }
+        CheckpointTensors {
+            store: &self.store,
+            optimizer: &self.optimizer,
+            average: self.average.as_ref(),
+            mask: self.pruning.as_ref().map(Pruning::mask),
+        }
     }
 
     /// Clears the gradients of an update that is skipped.

@@ -30,7 +30,11 @@ pub enum Failure {
         /// Every failed attempt, including the first, and what was tried next.
         tried: Vec<OomAttempt>,
     },
-    #[error("the run's process ended {} for lack of memory: {}", counted(deaths.len() as u64, "time"), deaths.join("; "))]
+    #[error(
+        "the run's process ended {} for lack of memory: {}",
+        counted(deaths.len() as u64, "time"),
+        deaths.join("; ")
+    )]
     Killed {
         /// Cause of each death.
         deaths: Vec<String>,
@@ -85,7 +89,10 @@ pub enum Failure {
     UnusableExport { folder: PathBuf, problem: String },
     #[error("`{}` has a model that is not supported: {problem}", folder.display())]
     UnsupportedModel { folder: PathBuf, problem: String },
-    #[error("the job of the run in `{}` is unknown: it has no checkpoint, and its job.toml cannot be read", .0.display())]
+    #[error(
+        "the job of the run in `{}` is unknown: it has no checkpoint, and its job.toml cannot be read",
+        .0.display()
+    )]
     UnknownExperiment(PathBuf),
     #[error("the data is not what the run was trained on: {}", .0.join("; "))]
     DataChanged(Vec<String>),
@@ -183,8 +190,8 @@ impl Failure {
                 "raise `memory.ram` or `memory.vram` by `--set`, or choose another `--device`".into(),
             ),
             Failure::Init(InitError::Mismatch { policy: InitHead::Strict, .. }) => Some(
-                "`train.init_head = \"auto\"` makes a new head where the classes differ; other parameters must be those of \
-                 the same model"
+                "`train.init_head = \"auto\"` makes a new head where the classes differ; other parameters \
+                 must be those of the same model"
                     .into(),
             ),
             Failure::Init(InitError::Mismatch { policy: InitHead::Auto, .. }) => {
@@ -207,13 +214,15 @@ impl Failure {
                 Some("export the model again, or give the run that it came from".into())
             }
             Failure::UnsupportedModel { .. } => Some(
-                "`gpt2` and `llama` models are supported as transformers saves them, and everything that `trainer export` \
-                 writes"
+                "`gpt2` and `llama` models are supported as transformers saves them, and everything that \
+                 `trainer export` writes"
                     .into(),
             ),
             Failure::UnknownExperiment(_) => Some("start a new run in another folder".into()),
             Failure::DataChanged(_) => {
-                Some("start a new run, restore the data, or add `--allow-changed-data` to resume on the changed data".into())
+                let hint = "start a new run, restore the data, or add `--allow-changed-data` to resume on the \
+                            changed data";
+                Some(hint.into())
             }
             Failure::NoWholeCheckpoint { .. } => {
                 Some("restore one from a copy, or start a new run in another folder".into())

@@ -1,5 +1,5 @@
-//! `memory/` in the folder of a run: who held what when memory ran out and, if the job enables it, after an evaluation and
-//! at the end. The number of files is bounded, and so is the size of each.
+//! `memory/` in the folder of a run: who held what when memory ran out and, if the job enables it, after an evaluation
+//! and at the end. The number of files is bounded, and so is the size of each.
 
 use std::fs;
 use std::io::{self, BufWriter, Write};
@@ -72,8 +72,8 @@ impl MemorySnapshot {
         MemoryBytes { ram: of(MemorySpace::Ram), vram: of(MemorySpace::Vram) }
     }
 
-    /// Writes the file and returns its path. It replaces the last one of its reason, except that the first and the last few
-    /// out-of-memory errors are kept. It is streamed, since memory may just have run out.
+    /// Writes the file and returns its path. It replaces the last one of its reason, except that the first and the last
+    /// few out-of-memory errors are kept. It is streamed, since memory may just have run out.
     pub fn write(&self, folder: &RunDir) -> io::Result<PathBuf> {
         let folder = folder.memory();
         fs::create_dir_all(&folder)?;

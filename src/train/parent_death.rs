@@ -7,8 +7,8 @@ use std::process::Command;
 /// Environment variable that carries the pid of the parent.
 const PARENT_VAR: &str = "TRAINER_PARENT";
 
-/// Makes the command's process end with this one, if it calls [`obey`]. The kernel watches the thread that starts it: that
-/// must be the main thread.
+/// Makes the command's process end with this one, if it calls [`obey`]. The kernel watches the thread that starts it:
+/// that must be the main thread.
 pub fn end_with_this_process(command: &mut Command) {
     command.env(PARENT_VAR, std::process::id().to_string());
 }

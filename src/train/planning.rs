@@ -12,7 +12,7 @@ use crate::planner::budget::TargetMachine;
 use crate::planner::cost_model::CostModel;
 use crate::planner::estimate::{Estimator, EstimatorInputs, MemoryPredictor, recompute_ranks};
 use crate::planner::execution_plan::{BatchSplit, ExecutionPlan, Offload};
-use crate::planner::plan::{Disk, MemoryPlan, PlanVerdict};
+use crate::planner::plan::{Disk, MemoryPlan, PlanVerdict, PrunedModel};
 use crate::planner::search::PlanRequest;
 use crate::planner::{ladder, search};
 
@@ -53,7 +53,18 @@ impl Setup {
             plan.advice = Some(image);
         }
         let (parameters, trained_parameters) = (self.num_parameters(), self.num_trained());
-        MemoryPlan { disk: self.disk(plan.chosen.optimizer), parameters, trained_parameters, ..plan }
+        let (disk, pruned) = (self.disk(plan.chosen.optimizer), self.pruned_model());
+        MemoryPlan { disk, parameters, trained_parameters, pruned, ..plan }
+    }
+
+    /// The weights that the run ends with, if the job prunes.
+    pub fn pruned_model(&self) -> Option<PrunedModel> {
+        let sparsity = self.job.prune.as_ref()?.sparsity(self.total_steps);
+        let (all, weights) =
+            ((self.layout.params.len + self.layout.stats.len) as u64, self.layout.params.pruned_len() as u64);
+        let compressed_bytes = optim::prune::compressed_bytes(weights, sparsity)
+            + optim::prune::compressed_bytes(all - weights, 0.0);
+        Some(PrunedModel { weights, sparsity, bytes: 4 * all, compressed_bytes })
     }
 
     /// Advice for a plan that fails only because of one large image.
@@ -77,7 +88,8 @@ impl Setup {
         let (job, params) = (&self.job, &self.layout.params);
         let state = optim::state_bytes(&job.optimizer.of_kind(optimizer), params);
         let averages = if job.train.ema.is_some() { 2 } else { 1 };
-        let values = (averages * params.len + self.layout.stats.len) as u64 * 4;
+        let mask = if job.prune.is_some() { optim::prune::mask_bytes(params) } else { 0 };
+        let values = (averages * params.len + self.layout.stats.len) as u64 * 4 + mask;
         let checkpoint_bytes = values + state + self.attached_bytes() + NON_TENSOR_BYTES;
         let count = |every: Interval| match every {
             Interval::Steps(n) => self.total_steps / n,

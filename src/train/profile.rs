@@ -11,11 +11,14 @@ use super::Failure;
 use super::engine::Ledgers;
 use super::setup::Setup;
 use super::trial_updates::{TrialUpdates, UpdatePart};
-use crate::graph::network::{LayerBlock, Node};
+use crate::graph::network::{LayerBlock, Node, StepError};
 use crate::graph::node_timer::{self, NodePass, NodeSpan, Spans};
+use crate::graph::offload::{ActivationOffload, CopySpeed};
 use crate::kernels::dispatch::{Dispatch, dispatch};
 use crate::kernels::kernel_timer::KernelSpan;
+use crate::kernels::moment::Clock;
 use crate::planner::budget::TargetMachine;
+use crate::planner::execution_plan::Offload;
 use crate::planner::plan::{MemoryPlan, PlanVerdict};
 
 /// Seconds are means over the profiled updates, per update.
@@ -31,9 +34,11 @@ pub struct Profile {
     pub nodes: Vec<NodeProfile>,
     /// Whether matmuls in bf16 would be faster: they are in f32, and the processor multiplies bf16 (AMX).
     pub bf16_is_faster: bool,
-    /// Within nodes and parts; empty on a GPU.
+    /// Within nodes and parts.
     pub kernels: Vec<KernelProfile>,
     pub blocks: Vec<BlockProfile>,
+    /// What the costs of offloading are computed with; `None` on the CPU, and where no block has an input to offload.
+    pub copy_speed: Option<CopySpeed>,
     pub plan: MemoryPlan,
     /// When each part, node and kernel ran.
     #[serde(skip)]
@@ -55,8 +60,8 @@ pub struct NodeProfile {
     pub forward_s: f64,
     pub recompute_s: f64,
     pub backward_s: f64,
-    /// The most that a pass over the node took beyond what was held before it: as planned, and as the allocator counted
-    /// it on the host; 0 on a GPU.
+    /// The most that a pass over the node took beyond what was held before it: as planned, and as the allocator of its
+    /// tensors counted it.
     pub planned_bytes: u64,
     pub measured_bytes: u64,
 }
@@ -67,8 +72,8 @@ impl NodeProfile {
     }
 }
 
-/// A kernel of a node in one of its passes, or of a part that has no nodes: its own time, without the kernels that it calls.
-/// Those of a node never add up to more than its pass.
+/// A kernel of a node in one of its passes, or of a part that has no nodes: its own time, without the kernels that it
+/// calls. Those of a node never add up to more than its pass.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct KernelProfile {
     /// Its file in `src/kernels`.
@@ -82,15 +87,30 @@ pub struct KernelProfile {
     pub calls: f64,
 }
 
-/// A block: what recomputing it would free, and cost.
-#[derive(Clone, Debug, Serialize)]
+/// A block: what recomputing it and offloading its input would free, and cost.
+#[derive(Clone, Debug, Default, Serialize)]
 pub struct BlockProfile {
     pub name: String,
+    /// Recomputing it costs this time once more.
     pub forward_s: f64,
     pub backward_s: f64,
     /// Bytes of saved activations that it frees if it saves only its input; 0 if it is recomputed already.
     pub freed_by_recompute_bytes: u64,
     pub is_recomputed: bool,
+    /// `None` on the CPU, where activations are in host memory already.
+    pub offload: Option<BlockOffload>,
+}
+
+/// What a recomputed block frees and costs besides if its input is offloaded to the host until the backward pass.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
+pub struct BlockOffload {
+    /// Bytes of the input; 0 if it is offloaded already, and for the first block: the micro-batch stays.
+    pub freed_bytes: u64,
+    /// Copying it to the host and back, at the measured speed.
+    pub copy_s: f64,
+    /// The part of `copy_s` that an update takes longer: the copies overlap the forward pass of the block, and the
+    /// backward pass of the block after it.
+    pub exposed_s: f64,
 }
 
 /// A part of an update, a node or a kernel, on the time axis of the profile.
@@ -119,26 +139,44 @@ pub fn profile(
     }
     // A graph runs as a whole, so none is captured; both halves are measured alike.
     let ledgers = Ledgers::new(setup, machine.ram, None);
-    let mut trial = TrialUpdates::start(setup, ledgers, plan.chosen, false, 2 * updates + 1)?;
-    trial.next_update(|_, _| {})?;
-    let mut unprofiled = 0.0;
+    let mut trial = TrialUpdates::start(setup, ledgers.clone(), plan.chosen, false, 2 * updates + 1)?;
+    let device = setup.device();
+    // A failure of the device shows where the next tensor is read.
+    let wait_for_device = || drop(device.synchronize());
+    trial.next_update(|_| {})?;
+    wait_for_device();
+    let begun = Instant::now();
     for _ in 0..updates {
-        unprofiled += trial.next_update(|_, _| {})?;
+        trial.next_update(|_| {})?;
         progress(trial.count);
     }
-    let origin = Instant::now();
-    let (mut spans, mut recorded, mut seconds) = (Vec::new(), Spans::default(), 0.0);
+    wait_for_device();
+    let unprofiled = begun.elapsed().as_secs_f64();
+    let clock = Clock::of(&device);
+    let begun = Instant::now();
+    let (mut parts, mut recorded, mut seconds) = (Vec::new(), Spans::default(), 0.0);
     for _ in 0..updates {
-        node_timer::start(setup.device());
-        let update = trial.next_update(|part, begun| {
-            spans.push((part, begun, begun.elapsed().as_secs_f64()));
-        });
-        recorded.append(node_timer::take());
-        seconds += update?;
+        wait_for_device();
+        let (start_s, origin) = (begun.elapsed().as_secs_f64(), clock.now());
+        node_timer::start(clock.clone(), setup.gpu.clone());
+        let mut ends = Vec::new();
+        let update = trial.next_update(|part| ends.push((part, clock.now())));
+        let end = clock.now();
+        recorded.append(node_timer::take(&origin), start_s);
+        update?;
+        seconds += origin.seconds_to(&end);
+        let mut from = 0.0;
+        parts.extend(ends.iter().map(|(part, end)| {
+            let seconds = origin.seconds_to(end) - from;
+            let span = PartSpan { part: *part, start_s: start_s + from, seconds };
+            from += seconds;
+            span
+        }));
         progress(trial.count);
     }
+    drop(trial);
     let per_update = 1.0 / updates as f64;
-    let blocks = blocks(setup, machine, &plan);
+    let (blocks, copy_speed) = blocks(setup, machine, &plan, &ledgers)?;
     let mut profile = Profile {
         updates,
         update_s: seconds * per_update,
@@ -148,13 +186,21 @@ pub fn profile(
         bf16_is_faster: setup.gpu.is_none() && setup.dtype == DType::F32 && dispatch() == Dispatch::Amx,
         kernels: Vec::new(),
         blocks,
+        copy_speed,
         plan,
-        timeline: timeline(&spans, &recorded, origin),
+        timeline: timeline(&parts, &recorded),
     };
-    profile.kernels = kernel_profiles(&profile.nodes, &spans, &recorded, per_update);
+    profile.kernels = kernel_profiles(&profile.nodes, &parts, &recorded, per_update);
     profile.add_blocks();
-    profile.add_parts(&spans, per_update);
+    profile.add_parts(&parts, per_update);
     Ok(profile)
+}
+
+/// A part of an update, on the time axis of the profile.
+struct PartSpan {
+    part: UpdatePart,
+    start_s: f64,
+    seconds: f64,
 }
 
 impl Profile {
@@ -165,11 +211,15 @@ impl Profile {
                 block.backward_s += node.backward_s + node.recompute_s;
             }
         }
+        if let Some(speed) = self.copy_speed {
+            add_copies(&mut self.blocks, speed, self.plan.chosen.accumulation_steps as f64);
+        }
     }
 
-    fn add_parts(&mut self, spans: &[(UpdatePart, Instant, f64)], per_update: f64) {
-        let spent =
-            |part| spans.iter().filter(|(of, ..)| *of == part).map(|(.., s)| s).sum::<f64>() * per_update;
+    fn add_parts(&mut self, spans: &[PartSpan], per_update: f64) {
+        let spent = |part| {
+            spans.iter().filter(|span| span.part == part).map(|span| span.seconds).sum::<f64>() * per_update
+        };
         let total = |of: fn(&NodeProfile) -> f64| self.nodes.iter().map(of).sum::<f64>();
         let (forward, recompute, backward) =
             (total(|node| node.forward_s), total(|node| node.recompute_s), total(|node| node.backward_s));
@@ -189,29 +239,59 @@ impl Profile {
     }
 }
 
-/// The blocks of the network, and what recomputing each would free under `plan`.
-fn blocks(setup: &Setup, machine: &TargetMachine, plan: &MemoryPlan) -> Vec<BlockProfile> {
-    let freed = setup.estimator_for(machine).freed_by_recompute();
-    let network = &setup.network;
-    let of_block = |(block, freed): (&LayerBlock, u64)| {
-        let is_recomputed = block.recompute_rank < plan.chosen.recompute;
-        let bytes = freed * plan.chosen.micro_batch as u64;
+/// Copies that measure the speed of the link are at most this long.
+const MAX_MEASURED_COPY: u64 = 64 << 20;
+
+/// The blocks of the network, what recomputing and offloading each would free under `plan`, and the speed of copies to
+/// the host.
+fn blocks(
+    setup: &Setup,
+    machine: &TargetMachine,
+    plan: &MemoryPlan,
+    ledgers: &Ledgers,
+) -> Result<(Vec<BlockProfile>, Option<CopySpeed>), Failure> {
+    let (network, chosen) = (&setup.network, &plan.chosen);
+    let is_offloaded = chosen.offloads(Offload::Activations);
+    let of_block = |(block, (freed, input)): (&LayerBlock, (u64, u64))| {
+        let is_recomputed = block.recompute_rank < chosen.recompute;
+        let bytes =
+            |per_sample: u64, is_done| if is_done { 0 } else { per_sample * chosen.micro_batch as u64 };
+        let freed_bytes = bytes(input, is_recomputed && is_offloaded);
         BlockProfile {
             name: block.name.clone(),
-            forward_s: 0.0,
-            backward_s: 0.0,
-            freed_by_recompute_bytes: if is_recomputed { 0 } else { bytes },
+            freed_by_recompute_bytes: bytes(freed, is_recomputed),
             is_recomputed,
+            offload: setup.gpu.is_some().then_some(BlockOffload { freed_bytes, ..BlockOffload::default() }),
+            ..BlockProfile::default()
         }
     };
-    let loss = BlockProfile {
-        name: network.loss.name().to_owned(),
-        forward_s: 0.0,
-        backward_s: 0.0,
-        freed_by_recompute_bytes: 0,
-        is_recomputed: false,
+    let estimator = setup.estimator_for(machine);
+    let savings = estimator.freed_by_recompute().into_iter().zip(estimator.offloaded_inputs());
+    let mut blocks: Vec<BlockProfile> = network.blocks.iter().zip(savings).map(of_block).collect();
+    blocks.push(BlockProfile { name: network.loss.name().to_owned(), ..BlockProfile::default() });
+    let largest = blocks.iter().filter_map(|block| block.offload).map(|offload| offload.freed_bytes).max();
+    let copy_speed = match largest.unwrap_or(0).min(MAX_MEASURED_COPY) {
+        0 => None,
+        bytes => ActivationOffload::new(ledgers.host.clone(), &setup.device())
+            .map_err(StepError::Tensor)?
+            .measure_copies(&ledgers.tensors, bytes)?,
     };
-    network.blocks.iter().zip(freed).map(of_block).chain([loss]).collect()
+    Ok((blocks, copy_speed))
+}
+
+/// The time of offloading the input of each block, `copies` times per update. The last of `blocks` is the loss.
+fn add_copies(blocks: &mut [BlockProfile], speed: CopySpeed, copies: f64) {
+    // A copy back begins when the backward pass of the block after it does; that of the last block waits for the loss.
+    let mut overlapped = 0.0;
+    for block in blocks.iter_mut().rev().skip(1) {
+        if let Some(offload) = &mut block.offload {
+            let bytes = copies * offload.freed_bytes as f64;
+            let (out_s, back_s) = (bytes / speed.to_host, bytes / speed.to_device);
+            offload.copy_s = out_s + back_s;
+            offload.exposed_s = (out_s - block.forward_s).max(0.0) + (back_s - overlapped).max(0.0);
+        }
+        overlapped = block.backward_s;
+    }
 }
 
 /// Sums the spans of each node, in the order of the network.
@@ -260,11 +340,11 @@ fn pass_name(pass: NodePass) -> &'static str {
     }
 }
 
-/// Sums the spans of each kernel within its node and pass, or within its part; those of a micro-batch outside of all nodes
-/// belong to the part `other`.
+/// Sums the spans of each kernel within its node and pass, or within its part; those of a micro-batch outside of all
+/// nodes belong to the part `other`.
 fn kernel_profiles(
     nodes: &[NodeProfile],
-    parts: &[(UpdatePart, Instant, f64)],
+    parts: &[PartSpan],
     recorded: &Spans,
     per_update: f64,
 ) -> Vec<KernelProfile> {
@@ -278,10 +358,10 @@ fn kernel_profiles(
     let mut sums: BTreeMap<(Option<usize>, &'static str, &'static str), (f64, f64)> = BTreeMap::new();
     for (span, owner) in recorded.kernels.iter().zip(owners) {
         let (part, node) = owner.unwrap_or_else(|| {
-            let begun = parts.partition_point(|(_, begun, _)| *begun <= span.start);
-            match parts[..begun].last() {
-                Some((UpdatePart::GradStats, ..)) => ("gradient norm", None),
-                Some((UpdatePart::Update, ..)) => ("optimizer", None),
+            let begun = parts.partition_point(|part| part.start_s <= span.start_s);
+            match parts[..begun].last().map(|span| span.part) {
+                Some(UpdatePart::GradStats) => ("gradient norm", None),
+                Some(UpdatePart::Update) => ("optimizer", None),
                 _ => ("other", None),
             }
         });
@@ -296,9 +376,9 @@ fn kernel_profiles(
     profiles
 }
 
-fn timeline(parts: &[(UpdatePart, Instant, f64)], recorded: &Spans, origin: Instant) -> Vec<TimelineSpan> {
-    let of_part = |&(part, begun, seconds): &(UpdatePart, Instant, f64)| TimelineSpan {
-        name: match part {
+fn timeline(parts: &[PartSpan], recorded: &Spans) -> Vec<TimelineSpan> {
+    let of_part = |span: &PartSpan| TimelineSpan {
+        name: match span.part {
             UpdatePart::Data => "wait for data",
             UpdatePart::ForwardBackward => "micro-batch",
             UpdatePart::GradStats => "gradient norm",
@@ -306,15 +386,15 @@ fn timeline(parts: &[(UpdatePart, Instant, f64)], recorded: &Spans, origin: Inst
         }
         .into(),
         category: "update",
-        start_s: (begun - origin).as_secs_f64(),
-        seconds,
+        start_s: span.start_s,
+        seconds: span.seconds,
         reserved_bytes: 0,
         heap_bytes: 0,
     };
     let of_node = |span: &NodeSpan| TimelineSpan {
         name: span.name.clone(),
         category: pass_name(span.pass),
-        start_s: (span.start - origin).as_secs_f64(),
+        start_s: span.start_s,
         seconds: span.seconds,
         reserved_bytes: span.reserved_bytes,
         heap_bytes: span.heap_bytes,
@@ -322,11 +402,33 @@ fn timeline(parts: &[(UpdatePart, Instant, f64)], recorded: &Spans, origin: Inst
     let of_kernel = |span: &KernelSpan| TimelineSpan {
         name: span.kernel.into(),
         category: "kernel",
-        start_s: (span.start - origin).as_secs_f64(),
+        start_s: span.start_s,
         seconds: span.seconds,
         reserved_bytes: 0,
         heap_bytes: 0,
     };
     let (nodes, kernels) = (recorded.nodes.iter().map(of_node), recorded.kernels.iter().map(of_kernel));
     parts.iter().map(of_part).chain(nodes).chain(kernels).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The copy out overlaps the forward pass of its block, the copy back the backward pass of the block after it.
+    #[test]
+    fn offloading_costs_the_time_of_copies_that_nothing_overlaps() {
+        let offload = Some(BlockOffload { freed_bytes: 1000, ..BlockOffload::default() });
+        let block = |forward_s, backward_s, offload| BlockProfile {
+            forward_s,
+            backward_s,
+            offload,
+            ..BlockProfile::default()
+        };
+        let mut blocks = [block(1.0, 2.0, offload), block(5.0, 3.0, offload), block(9.0, 9.0, None)];
+        add_copies(&mut blocks, CopySpeed { to_host: 500.0, to_device: 250.0 }, 2.0);
+        let costs = blocks.map(|block| block.offload.map(|offload| (offload.copy_s, offload.exposed_s)));
+        // Out 4 s, back 8 s. The first block hides 1 s and 3 s of that, the last hides 4 s and nothing.
+        assert_eq!(costs, [Some((12.0, 3.0 + 5.0)), Some((12.0, 8.0)), None]);
+    }
 }

@@ -184,7 +184,12 @@ mod tests {
 
     proptest! {
         #[test]
-        fn the_way_down_has_an_end_and_keeps_every_sample(samples in 1usize..500, steps in 1usize..50, group in 1usize..8, short in 0u64..600) {
+        fn the_way_down_has_an_end_and_keeps_every_sample(
+            samples in 1usize..500,
+            steps in 1usize..50,
+            group in 1usize..8,
+            short in 0u64..600,
+        ) {
             let limits = limits(samples, group);
             let mut now = plan_for(samples, steps.min(samples), group);
             while let Some(next) = next_smaller(&limits, now, short, &toy_peak) {
@@ -222,7 +227,10 @@ mod tests {
 
         #[test]
         fn patience_grows_and_never_ends(failures in 0u32..100) {
-            prop_assert!(updates_before_growth(failures) >= 16 && updates_before_growth(failures + 1) >= updates_before_growth(failures));
+            prop_assert!(
+                updates_before_growth(failures) >= 16
+                    && updates_before_growth(failures + 1) >= updates_before_growth(failures)
+            );
         }
 
         /// Available memory varies. The run never exceeds its plan, retries a larger one only after a quiet period
@@ -258,7 +266,9 @@ mod tests {
         fn trying_in_vain_costs_little(updates in 1u64..100_000) {
             let (limits, mut now, mut descent) = (limits(32, 1), plan_for(32, 1, 1), Backoff::default());
             for _ in 0..updates {
-                while let Some(smaller) = (toy_peak(now) > 300).then(|| next_smaller(&limits, now, 0, &toy_peak)).flatten() {
+                while let Some(smaller) =
+                (toy_peak(now) > 300).then(|| next_smaller(&limits, now, 0, &toy_peak)).flatten()
+            {
                     descent.record_shrink(now);
                     now = smaller;
                 }

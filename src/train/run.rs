@@ -282,8 +282,8 @@ impl<'a> Run<'a> {
     /// Evaluates the validation set and adds the result to this step's checkpoint.
     fn evaluate(&mut self) -> Result<(), Failure> {
         let step = self.ctx.position.step;
-        // An evaluation that is due only because `--max-steps` ends the process here does not begin a new count: a resumed
-        // run reports the same as one that never stopped.
+        // An evaluation that is due only because `--max-steps` ends the process here does not begin a new count: a
+        // resumed run reports the same as one that never stopped.
         let continued = !self.is_due(self.ctx.setup.job.eval.every(), step);
         let train_sums = self.evaluation.train_sums;
         let outcome = self.evaluation.run(&mut self.ctx, &mut self.memory, &mut self.skipped_records)?;

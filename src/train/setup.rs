@@ -147,7 +147,7 @@ impl Setup {
 
     /// The job's network for samples of these features, fused for this backend.
     pub(super) fn network_on(&self, backend: Backend, features: &Features) -> Network {
-        let (rules, dtype) = (ParamRules::new(&self.job.train), self.activation_dtype(backend));
+        let (rules, dtype) = (ParamRules::of_job(&self.job), self.activation_dtype(backend));
         match fused_network(&self.job.model, &self.loss, &rules, features, dtype, backend) {
             Ok(built) => built.network,
             Err(error) => unreachable!("this model was built before: {error}"),
@@ -200,7 +200,7 @@ impl Setup {
         let dtype = activation_dtype(job.train.precision, backend);
         let loss = loss_options(&job.train, datasets.train.as_ref())?;
         let metrics = RequestedMetrics::of(&job, datasets.valid.features(), datasets.valid.len())?;
-        let (rules, features) = (ParamRules::new(&job.train), datasets.train.features());
+        let (rules, features) = (ParamRules::of_job(&job), datasets.train.features());
         let built = fused_network(&job.model, &loss, &rules, features, dtype, backend)?;
         let bucket_networks = bucket_networks(&job.model, &loss, &rules, features, dtype, backend)?;
         let samples = job.train.samples_per_update() as u64;

@@ -369,7 +369,10 @@ mod tests {
         #[test]
         fn the_first_is_replaced_at_once_and_later_ones_after_a_while(deaths in 1u32..100) {
             prop_assert_eq!(restart_delay(1), Duration::ZERO);
-            prop_assert!(restart_delay(deaths) <= restart_delay(deaths + 1) && restart_delay(deaths) <= Duration::from_secs(32));
+            prop_assert!(
+                restart_delay(deaths) <= restart_delay(deaths + 1)
+                    && restart_delay(deaths) <= Duration::from_secs(32)
+            );
         }
     }
 

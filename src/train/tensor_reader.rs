@@ -39,7 +39,8 @@ impl TensorReader {
         file.read_exact(&mut length).map_err(|_| refused("it has no header".into()))?;
         if let Some(format) = file_format::name(&length) {
             return Err(refused(format!(
-                "it is {format}; `safetensors.torch.save_file(torch.load(\"model.pt\"), \"model.safetensors\")` converts \
+                "it is {format}; \
+                 `safetensors.torch.save_file(torch.load(\"model.pt\"), \"model.safetensors\")` converts \
                  weights of PyTorch"
             )));
         }

@@ -58,28 +58,24 @@ impl<'a> TrialUpdates<'a> {
         Ok(Self { setup, engine, loader, count: 0, _prefetch: prefetch.map_err(StepError::Oom)? })
     }
 
-    /// Makes the next update and returns its seconds. `measured` is called with each part and the moment it began.
-    pub fn next_update(&mut self, mut measured: impl FnMut(UpdatePart, Instant)) -> Result<f64, Failure> {
+    /// Makes the next update and returns its seconds. `ended` is called at the end of each part: the next one begins there.
+    pub fn next_update(&mut self, mut ended: impl FnMut(UpdatePart)) -> Result<f64, Failure> {
         let begun = Instant::now();
         let (mut pending_sums, mut samples) = (Vec::new(), 0);
         while samples < self.setup.order.update(self.count).len() {
-            let waiting = Instant::now();
             let Some(batch) = self.loader.next()? else { break };
-            measured(UpdatePart::Data, waiting);
+            ended(UpdatePart::Data);
             samples += batch.consumed;
             if !batch.ids.is_empty() {
-                let pass = Instant::now();
                 pending_sums.push(self.engine.forward_backward(&batch, 1.0)?);
-                measured(UpdatePart::ForwardBackward, pass);
+                ended(UpdatePart::ForwardBackward);
             }
         }
-        let stats = Instant::now();
         let grad_stats = self.engine.compute_grad_stats(&pending_sums, 1.0, true)?;
-        measured(UpdatePart::GradStats, stats);
-        let update = Instant::now();
+        ended(UpdatePart::GradStats);
         self.count += 1;
         self.engine.update(&grad_stats, 0.0, self.count)?;
-        measured(UpdatePart::Update, update);
+        ended(UpdatePart::Update);
         Ok(begun.elapsed().as_secs_f64())
     }
 }

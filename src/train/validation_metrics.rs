@@ -1,5 +1,5 @@
-//! Metrics of the validation set while a run trains: what the job requests, from the sums of the loss where they suffice
-//! and otherwise from the outputs of the model, in memory that the plan holds for them.
+//! Metrics of the validation set while a run trains: what the job requests, from the sums of the loss where they
+//! suffice and otherwise from the outputs of the model, in memory that the plan holds for them.
 
 use std::collections::BTreeMap;
 

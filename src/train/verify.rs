@@ -1,6 +1,6 @@
 //! `trainer verify`: checks the second law (memory changes how a job runs, never its result) on a given job. Runs a
-//! few updates as planned, then again under other run variants, and compares losses, gradients, weights and samples. The
-//! last variant computes with candle's own operations and autograd instead of our kernels.
+//! few updates as planned, then again under other run variants, and compares losses, gradients, weights and samples.
+//! The last variant computes with candle's own operations and autograd instead of our kernels.
 //!
 //! Every variant goes through the real training loop, in a folder that is removed afterwards. The reference values
 //! stay in files there, so verification takes no more memory than the run. Accepts every job that runs; returns a

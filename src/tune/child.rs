@@ -1,5 +1,5 @@
-//! A `trainer fit` in a child process: it ends when its parent does, and a signal to the terminal reaches it through its
-//! parent only.
+//! A `trainer fit` in a child process: it ends when its parent does, and a signal to the terminal reaches it through
+//! its parent only.
 
 use std::ffi::OsString;
 use std::fs::File;

@@ -1,8 +1,8 @@
 //! The folder of a sweep: `tune.json`, what is run; `trials.jsonl`, what has ended; a job and a run per trial.
 //!
-//! `tune.json` is written once, when every trial has been planned. A result is a complete line of `trials.jsonl` or does not
-//! exist; a trial without the result of its rung is resumed from its own checkpoint. So a sweep continues after any death, and
-//! nothing runs twice.
+//! `tune.json` is written once, when every trial has been planned. A result is a complete line of `trials.jsonl` or
+//! does not exist; a trial without the result of its rung is resumed from its own checkpoint. So a sweep continues
+//! after any death, and nothing runs twice.
 
 use std::collections::BTreeMap;
 use std::fs;

@@ -1,8 +1,8 @@
 //! Successive halving: every trial runs for a part of its updates, the best of them for more, the best of those to the
 //! end.
 //!
-//! Pure functions of the scores. A rung is decided when all of its trials have ended, so that which trials go on does not
-//! depend on the order in which they ended.
+//! Pure functions of the scores. A rung is decided when all of its trials have ended, so that which trials go on does
+//! not depend on the order in which they ended.
 
 /// A rung has at least this many updates: fewer say nothing about a trial.
 const MIN_RUNG_STEPS: u64 = 10;
@@ -35,8 +35,8 @@ impl Halving {
         total.div_ceil(self.factor.saturating_pow(self.levels.saturating_sub(rung)))
     }
 
-    /// The trials of a rung that go on to the next: the best, in the order of their numbers. `scores` has the numbers of
-    /// the trials. One without a score never goes on.
+    /// The trials of a rung that go on to the next: the best, in the order of their numbers. `scores` has the numbers
+    /// of the trials. One without a score never goes on.
     pub fn promoted(self, scores: &[(usize, Option<f64>)], lower_is_better: bool) -> Vec<usize> {
         let keep = scores.len().div_ceil(self.factor.max(1) as usize);
         let mut best: Vec<usize> = ranked(scores, lower_is_better).into_iter().take(keep).collect();
@@ -87,7 +87,10 @@ mod tests {
     proptest! {
         /// Which trials go on does not depend on the order in which they ended.
         #[test]
-        fn promotion_ignores_the_order(scores in prop::collection::vec(prop::option::of(0u8..5), 1..40), turn in 0usize..40) {
+        fn promotion_ignores_the_order(
+            scores in prop::collection::vec(prop::option::of(0u8..5), 1..40),
+            turn in 0usize..40,
+        ) {
             let mut scores: Vec<(usize, Option<f64>)> =
                 scores.into_iter().enumerate().map(|(i, s)| (i, s.map(f64::from))).collect();
             let halving = Halving::new(3, scores.len(), 10_000);

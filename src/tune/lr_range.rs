@@ -1,7 +1,8 @@
-//! The learning-rate range test: the rate grows exponentially from update to update, and the loss says which rates train.
+//! The learning-rate range test: the rate grows exponentially from update to update, and the loss says which rates
+//! train.
 //!
-//! Takes the rate and the loss of every update; gives the smoothed curve, where it diverges, and the suggested rate. Pure
-//! functions.
+//! Takes the rate and the loss of every update; gives the smoothed curve, where it diverges, and the suggested rate.
+//! Pure functions.
 
 use serde::Serialize;
 

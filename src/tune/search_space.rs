@@ -83,7 +83,8 @@ impl SpaceError {
     pub fn hint(&self) -> &'static str {
         match self {
             Self::NoValue(_) | Self::NothingToVary => {
-                "give a key several values: `--set optimizer.lr=1e-4,1e-3`, or a range: `--set optimizer.lr=1e-5..1e-2:log`"
+                "give a key several values: `--set optimizer.lr=1e-4,1e-3`, or a range: \
+                 `--set optimizer.lr=1e-5..1e-2:log`"
             }
             Self::EmptyRange { .. } | Self::NotARange { .. } => {
                 "a range is LOW..HIGH, or LOW..HIGH:log; quote a value that contains `..`"

@@ -19,8 +19,8 @@ pub struct Capacity {
 }
 
 impl MemoryNeed {
-    /// The budget of a trial whose plan has this peak: its process, or what the driver takes, may be a little larger than
-    /// planned.
+    /// The budget of a trial whose plan has this peak: its process, or what the driver takes, may be a little larger
+    /// than planned.
     pub fn of_peak(peak: Self) -> Self {
         const PROCESS_VARIATION: u64 = 8 << 20;
         const DRIVER_VARIATION: u64 = 64 << 20;

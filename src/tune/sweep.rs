@@ -115,7 +115,8 @@ impl Sweep {
         }
     }
 
-    /// The trials with a score, best first: those that got further come first, since scores are comparable within a rung.
+    /// The trials with a score, best first: those that got further come first, since scores are comparable within a
+    /// rung.
     pub fn ranking(&self, results: &Results) -> Vec<usize> {
         let mut order = Vec::new();
         for rung in (0..self.rungs().rungs()).rev() {

@@ -136,7 +136,8 @@ fn scaled(word: u32, mask: u32) -> u8 {
     }
 }
 
-/// Calls `set` with the stored row, the column and the index of every pixel that the runs name. A run ends with its row.
+/// Calls `set` with the stored row, the column and the index of every pixel that the runs name. A run ends with its
+/// row.
 fn for_each_run_pixel(
     data: &[u8],
     bits: usize,

@@ -11,6 +11,7 @@ use std::path::{Path, PathBuf};
 
 use super::class_names::ClassNames;
 use super::header::ImageHeader;
+use super::set_folders::{ClassFolder, refuse_sets};
 use crate::base::regular_file;
 use crate::data::{DataError, labels};
 
@@ -121,8 +122,8 @@ impl ImageListing {
         self.label_sets.is_some()
     }
 
-    /// Reads every class name as labels, between which stands `separator`. Their ids are those in `known`, or follow the
-    /// order of their names; returns a label that `known` lacks.
+    /// Reads every class name as labels, between which stands `separator`. Their ids are those in `known`, or follow
+    /// the order of their names; returns a label that `known` lacks.
     pub fn split_labels(
         &mut self,
         separator: Option<&str>,
@@ -201,13 +202,15 @@ impl ImageListing {
                 file: root.to_owned(),
                 place: String::new(),
                 problem: "expected a folder of images for each class, and it has no folder".into(),
-                hint: "move the images of each class into a folder of its own, or name a table (.csv) of paths and labels",
+                hint: "move the images of each class into a folder of its own, \
+                       or name a table (.csv) of paths and labels",
             });
         }
         if let [only] = &classes[..] {
             refuse_folder_of_classes(root, only)?;
         }
-        refuse_folder_of_sets(root, &classes)?;
+        let names: Vec<String> = classes.iter().filter_map(|name| name.to_str().map(str::to_owned)).collect();
+        refuse_sets(root, &names, |name| class_folder(root, name))?;
         self.add_container(root);
         for name in classes {
             let before = self.len();
@@ -285,38 +288,13 @@ fn refuse_folder_of_classes(root: &Path, only: &OsStr) -> Result<(), DataError> 
     })
 }
 
-/// Whether a folder is named as a set of a dataset, not as a class.
-pub fn is_set_name(name: &str) -> bool {
-    const SETS: [&str; 9] =
-        ["train", "training", "valid", "val", "validation", "dev", "eval", "test", "testing"];
-    SETS.iter().any(|set| set.eq_ignore_ascii_case(name))
-}
-
-/// The error for images in the folders of several sets.
-pub fn several_sets(file: &Path, sets: &[String]) -> DataError {
-    let names: Vec<String> = sets.iter().map(|name| format!("`{name}`")).collect();
-    DataError::Table {
-        file: file.to_owned(),
-        place: String::new(),
-        problem: format!("its folders {} are sets, with folders of classes in each", names.join(", ")),
-        hint: "name the folder of each set: `train = [\"photos/train\"]` and `valid = [\"photos/valid\"]`",
-    }
-}
-
-/// Refuses a root such as `photos/` of `photos/train/cat` and `photos/valid/cat`.
-fn refuse_folder_of_sets(root: &Path, classes: &[OsString]) -> Result<(), DataError> {
-    let mut sets = Vec::new();
-    for name in classes {
-        let name = name.to_string_lossy();
-        if is_set_name(&name) {
-            let inside = sorted_entries(&root.join(&*name))?;
-            let has_images = inside.iter().any(|entry| !entry.is_folder && is_image(Path::new(&entry.name)));
-            if inside.iter().any(|entry| entry.is_folder) && !has_images {
-                sets.push(name.into_owned());
-            }
-        }
-    }
-    if sets.len() < 2 { Ok(()) } else { Err(several_sets(root, &sets)) }
+/// What a folder contains.
+fn class_folder(root: &Path, name: &str) -> Result<ClassFolder, DataError> {
+    let inside = sorted_entries(&root.join(name))?;
+    let has_images = inside.iter().any(|entry| !entry.is_folder && is_image(Path::new(&entry.name)));
+    let folders = inside.iter().filter(|entry| entry.is_folder);
+    let folders = folders.map(|entry| entry.name.to_string_lossy().into_owned()).collect();
+    Ok(ClassFolder { folders, has_images })
 }
 
 /// Calls `visit` with the path, relative to `root`, of every image that [`ImageListing::add_folders`] adds, in the same

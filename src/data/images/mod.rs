@@ -15,6 +15,7 @@ mod listing;
 mod more_formats;
 mod other_formats;
 mod pnm;
+mod set_folders;
 mod source_kind;
 mod table;
 mod tar;
@@ -117,8 +118,8 @@ const EXCLUSIVE_ONE_IN: usize = 16;
 const HEADER_BATCH: usize = 4096;
 
 impl ImageFiles {
-    /// Lists the images of `files`: class folders, tables (.csv, .tsv), tar archives and zip files. With `classes`, from another
-    /// split, only those classes are allowed and they keep their ids.
+    /// Lists the images of `files`: class folders, tables (.csv, .tsv), tar archives and zip files. With `classes`,
+    /// from another split, only those classes are allowed and they keep their ids.
     pub fn open(
         files: &[PathBuf],
         options: ImageOptions,
@@ -471,16 +472,21 @@ impl ImageFiles {
             about.push((
                 warnings::WARNING.into(),
                 format!(
-                    "classes such as `{example}` look like several labels each: set `label_separator = \"{separator}\"` \
-                     if an image has any number of them"
+                    "classes such as `{example}` look like several labels each: set \
+                     `label_separator = \"{separator}\"` if an image has any number of them"
                 ),
             ));
         }
         if let (ignored @ 1.., Some(first)) = &self.listing.ignored {
-            about.push((
-                "ignored_files".into(),
-                format!("{ignored} that are no images by their names, such as `{}`", first.display()),
-            ));
+            let text = match self.listing.containers.contains(first) {
+                true => format!(
+                    "{ignored} in `{}`, which are no images by their names, or other images of a sample (`x.seg.png` beside \
+                     `x.png`)",
+                    first.display()
+                ),
+                false => format!("{ignored}, no images by their names, such as `{}`", first.display()),
+            };
+            about.push(("ignored_files".into(), text));
         }
         about
     }

@@ -1,5 +1,5 @@
-//! GIF, BMP, TIFF, the PNM family (PPM, PGM, PBM) and, with its feature, AVIF: size from the header, and decoding to bytes. Of an animation or a
-//! file of several pages, the first one is the image.
+//! GIF, BMP, TIFF, the PNM family (PPM, PGM, PBM) and, with its feature, AVIF: size from the header, and decoding to
+//! bytes. Of an animation or a file of several pages, the first one is the image.
 
 use std::io::{self, Cursor};
 

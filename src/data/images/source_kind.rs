@@ -36,7 +36,8 @@ impl ImageSourceKind {
                     place: String::new(),
                     problem: "expected a folder, or a file named .csv, .tsv, .tar, .tar.gz, .tar.zst or .zip"
                         .into(),
-                    hint: "name a folder with a folder of images for each class, a table of paths and labels, or an archive",
+                    hint: "name a folder with a folder of images for each class, a table of paths and labels, \
+                           or an archive",
                 })
             }
         }

@@ -1,4 +1,4 @@
-//! A table of image paths and labels: comma- or tab-separated, a header line, one image per line.
+//! A table of image paths and labels: a header line, one image per line, separated by commas, tabs, semicolons or bars.
 
 use std::ffi::OsStr;
 use std::io::Read;
@@ -60,7 +60,7 @@ fn for_each_row(
     columns: &LabelColumns,
     visit: &mut dyn FnMut(&str, &str) -> Result<(), DataError>,
 ) -> Result<(), DataError> {
-    let mut rows = LabelTableReader::open(file)?;
+    let mut rows = LabelTableReader::open(file, columns)?;
     let header = match rows.next()? {
         true => rows.fields().map(|f| f.to_vec()).collect::<Vec<_>>(),
         false => return Err(DataError::EmptyFile { file: file.to_owned() }),
@@ -116,12 +116,24 @@ struct LabelTableReader<'a> {
 }
 
 impl<'a> LabelTableReader<'a> {
-    fn open(file: &'a Path) -> Result<Self, DataError> {
+    fn open(file: &'a Path, columns: &LabelColumns) -> Result<Self, DataError> {
         let mut input = files::open(file)?;
         let mut buffer = vec![0; 1 << 16];
         let ready = 0..fill(&mut *input, &mut buffer, file)?;
-        let first = buffer[ready.clone()].split(|b| *b == b'\n').next().unwrap_or_default();
-        let delimiter = if first.contains(&b'\t') { b'\t' } else { b',' };
+        let text = &buffer[ready.clone()];
+        let text = text.strip_prefix(b"\xef\xbb\xbf").unwrap_or(text);
+        let first = text.split(|b| *b == b'\n').next().unwrap_or_default();
+        // The one between the names in use or, for a message that lists the columns, the most frequent.
+        let has_columns = |delimiter: &u8| {
+            let names = || first.split(|b| b == delimiter).map(<[u8]>::trim_ascii);
+            let has = |wanted: &str| names().any(|name| bare(name).eq_ignore_ascii_case(wanted.as_bytes()));
+            has(&columns.path) && has(&columns.label)
+        };
+        let frequent = || {
+            let count = |delimiter: &u8| first.iter().filter(|b| *b == delimiter).count();
+            b"|;\t,".iter().copied().max_by_key(count).unwrap_or(b',')
+        };
+        let delimiter = b"|;\t,".iter().copied().find(has_columns).unwrap_or_else(frequent);
         let reader = ReaderBuilder::new().delimiter(delimiter).build();
         // Skip a byte order mark, which would become part of the first column name.
         let start = if buffer[ready.clone()].starts_with(b"\xef\xbb\xbf") { 3 } else { 0 };
@@ -185,6 +197,11 @@ impl<'a> LabelTableReader<'a> {
     }
 }
 
+/// A name without its quotes.
+fn bare(name: &[u8]) -> &[u8] {
+    name.strip_prefix(b"\"").and_then(|name| name.strip_suffix(b"\"")).unwrap_or(name)
+}
+
 fn fill(input: &mut dyn Read, buffer: &mut [u8], file: &Path) -> Result<usize, DataError> {
     loop {
         match input.read(buffer) {
@@ -222,6 +239,11 @@ mod tests {
         let comma = "\u{feff}id,Label , path\n1,cat,a b.jpg\n\n2, dog ,\"sub/c,d.png\"\n";
         assert_eq!(listed(comma.as_bytes()).unwrap(), expected);
         assert_eq!(listed(b"path\tlabel\r\na b.jpg\tcat\r\nsub/c,d.png\tdog").unwrap(), expected);
+        assert_eq!(listed(b"path;label;note\na b.jpg;cat;x, y\nsub/c,d.png;dog;\n").unwrap(), expected);
+        assert_eq!(
+            listed(b"\xef\xbb\xbf\"path\"|\"label\"\na b.jpg|cat\nsub/c,d.png|dog\n").unwrap(),
+            expected
+        );
         let long: String = (0..9000).map(|i| format!("{i:090}.jpg,{}\n", i % 7)).collect();
         assert_eq!(listed(format!("path,label\n{long}").as_bytes()).unwrap().len(), 9000);
     }

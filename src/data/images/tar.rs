@@ -12,7 +12,8 @@ use std::path::{Component, Path, PathBuf};
 use tar::{Archive, Entry};
 
 use super::header::ImageHeader;
-use super::listing::{Extent, ImageListing, is_hidden, is_image, is_set_name, several_sets};
+use super::listing::{Extent, ImageListing, is_hidden, is_image};
+use super::set_folders::{is_set_name, several_sets};
 use crate::base::regular_file;
 use crate::data::cache::CacheKey;
 use crate::data::files::{self, FileCompression};
@@ -95,7 +96,7 @@ impl ImageListing {
         }
         if index.ignored > 0 {
             self.ignored.0 += index.ignored - 1;
-            self.ignore(file.join("..."));
+            self.ignore(file.to_owned());
         }
         Ok(index.members.iter().any(|member| member.by_folder))
     }
@@ -347,7 +348,8 @@ impl MemberScan {
             let sidecar = sidecar(&self.labels, &path).map(str::to_owned);
             let by_folder = sidecar.is_none();
             let Some(label) = sidecar.or(folder) else {
-                let problem = "it has no class: it is in no folder, and there is no `.cls`, `.json` or `.txt` member with a label beside it";
+                let problem = "it has no class: it is in no folder, and there is no `.cls`, `.json` or `.txt` \
+                               member with a label beside it";
                 return Err(member_error(file, &path, problem.into()));
             };
             Ok(ArchiveMember { path: path.to_string_lossy().into_owned(), label, by_folder, extent, header })
@@ -369,8 +371,8 @@ impl MemberScan {
         if sets.len() < 2 { Ok(()) } else { Err(several_sets(file, &sets)) }
     }
 
-    /// A sample of WebDataset may have other images than its input, such as the segmentation `1.seg.png` beside `1.png`:
-    /// the one with a plain extension is the input.
+    /// A sample of WebDataset may have other images than its input, such as the segmentation `1.seg.png` beside
+    /// `1.png`: the one with a plain extension is the input.
     fn keep_one_image_per_sample(&mut self) {
         let is_plain = |path: &Path| !path.file_stem().unwrap_or_default().to_string_lossy().contains('.');
         let inputs: HashSet<PathBuf> =

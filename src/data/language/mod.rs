@@ -8,6 +8,7 @@ mod npy;
 mod pieces;
 pub mod text;
 mod text_memory;
+mod token_detection;
 pub mod token_files;
 pub mod token_storage;
 mod token_width;

@@ -15,8 +15,8 @@ use std::{
 
 use super::DataError;
 use super::npy::{NPY_MAGIC, NpyHeader};
+use super::token_detection::{foreign_type, guess_width, has_single_bytes, is_text};
 pub use super::token_width::TokenWidth;
-use super::token_width::{foreign_type, guess_width, has_single_bytes};
 use crate::base::{file_format, regular_file};
 use crate::data::files;
 
@@ -244,6 +244,11 @@ fn doubt(prefix: &[u8], len: u64) -> Option<(String, &'static str)> {
         let hint = "write the ids with `ids.astype(\"uint16\").tofile(\"ids.bin\")` or `numpy.save(\"ids.npy\", ids)`; \
                     decompress what is compressed";
         return Some((format!("it is {format}, not a file of token ids"), hint));
+    }
+    if is_text(prefix) {
+        let hint = "set `data.kind = \"text\"`, write the ids with `numpy.array(ids, dtype=\"<u2\").tofile(...)` if it lists \
+                    them, or set `dtype = \"u8\"` if each byte is an id";
+        return Some(("it is text, not a file of token ids".into(), hint));
     }
     if has_single_bytes(prefix) {
         let problem = "its ids seem to have one byte each: even and odd bytes have the same small values";

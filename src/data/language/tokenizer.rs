@@ -128,7 +128,8 @@ impl Tokenizer {
         if let Tokenizer::HuggingFace(_) = self { thread_bytes() } else { 0 }
     }
 
-    /// Checks that encoding `text` takes at most `limit` bytes; `whole` if it is encoded with offsets or special tokens.
+    /// Checks that encoding `text` takes at most `limit` bytes; `whole` if it is encoded with offsets or special
+    /// tokens.
     pub fn check_memory(&self, text: &str, whole: bool, limit: u64) -> Result<(), TextError> {
         match self {
             Tokenizer::HuggingFace(json) => json.check_memory(text, whole, limit),

@@ -216,7 +216,12 @@ mod tests {
         /// Every way to divide agrees with itself: membership, ranks and the indices of both parts, in order.
         #[test]
         fn membership_ranks_and_indices_agree(
-            samples in 1u64..200, selected in 0u64..200, folds in 2u64..12, index in 0u64..12, first in 0u64..12, seed: u64,
+            samples in 1u64..200,
+            selected in 0u64..200,
+            folds in 2u64..12,
+            index in 0u64..12,
+            first in 0u64..12,
+            seed: u64,
         ) {
             let (key, fold) = (RngKey::new(seed, 1), Fold { index: index % folds, folds });
             let selected = selected.min(samples);

@@ -152,7 +152,8 @@ proptest! {
     }
 }
 
-/// What `StratifiedKFold(n).split` of scikit-learn 1.9.1 gives for these classes: every fold has this many of each class.
+/// What `StratifiedKFold(n).split` of scikit-learn 1.9.1 gives for these classes: every fold has this many of each
+/// class.
 /// ```python
 /// y = np.array([0] * 50 + [1] * 31 + [2] * 7 + [3] * 3)
 /// [np.bincount(y[test], minlength=4).tolist() for _, test in StratifiedKFold(5).split(y, y)]

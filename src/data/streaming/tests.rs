@@ -240,7 +240,8 @@ proptest! {
             window = order.next_window(window);
         }
         drop(source);
-        // The window after the last of an epoch is the first of the next one: its shards may be opened ahead, once more.
+        // The window after the last of an epoch is the first of the next one: its shards may be opened ahead, once
+        // more.
         let next: Vec<u32> = order.prefetch_blocks(window).iter().map(|b| shards.blocks[*b as usize].shard).collect();
         let opens = shards.opens.lock().unwrap().clone();
         prop_assert!(

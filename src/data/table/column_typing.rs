@@ -3,7 +3,8 @@
 use std::path::Path;
 
 use super::columns::{Column, ColumnKind, ListElement};
-use super::dates::{DateColumn, DatePart};
+use super::date_text::DatePart;
+use super::dates::DateColumn;
 use super::inference::ColumnInference;
 use super::notation::{DecimalMark, Notation};
 use super::{TableSettings, TableTask};
@@ -107,7 +108,10 @@ impl<'a> ColumnTyping<'a> {
             }
             Some(DateColumn::Ambiguous) => Err(self.wrong(
                 i,
-                format!("the first number of `{value}` in line {line} may be the day or the month, and no date of the first rows decides"),
+                format!(
+                    "the first number of `{value}` in line {line} may be the day or the month, and no date of the \
+                     first rows decides"
+                ),
                 "set `dates` to \"day_first\" or \"month_first\"",
             )),
             Some(DateColumn::Mixed) => Err(self.wrong(
@@ -147,16 +151,30 @@ impl<'a> ColumnTyping<'a> {
         ))
     }
 
-    /// Refuses a text among numbers or dates, and numbers with units, unless the column is declared.
+    /// Refuses a text among numbers or dates, bounds among numbers, and numbers with units, unless the column is declared.
     pub fn check_text(&self, i: usize) -> Result<(), DataError> {
         let inferred = &self.inferred[i];
-        let (what, place) = if inferred.is_mostly_numbers() && !self.settings.skip_bad {
-            ("numbers", &inferred.first_text)
-        } else if inferred.is_mostly_dates() {
-            ("dates", &inferred.first_non_date)
-        } else if inferred.has_units()
-            && let Some(place) = &inferred.first_with_unit
-        {
+        if let Some(place) = inferred.bound() {
+            return Err(self.wrong(
+                i,
+                format!("`{}` in line {} is a bound among numbers, and not a number", place.value, place.line),
+                "write the number that stands for such a value, or add them to `missing`, or add the column to `categorical` \
+                 or `ignore`",
+            ));
+        }
+        let is_skipped = self.settings.skip_bad && inferred.is_mostly_numbers();
+        let (what, place) = if inferred.has_stray_text() && !is_skipped {
+            (
+                if inferred.is_mostly_numbers() {
+                    "most values are numbers"
+                } else {
+                    "some values are numbers"
+                },
+                &inferred.first_text,
+            )
+        } else if inferred.has_stray_date() {
+            ("most values are dates", &inferred.first_non_date)
+        } else if let Some(place) = inferred.with_unit() {
             return Err(self.wrong(
                 i,
                 format!(
@@ -168,10 +186,13 @@ impl<'a> ColumnTyping<'a> {
         } else {
             return Ok(());
         };
-        let Some(place) = place else { return Ok(()) };
+        let other = match place {
+            Some(place) => format!("`{}` in line {} is not", place.value, place.line),
+            None => "not all: some numbers of eight digits are no date".into(),
+        };
         Err(self.wrong(
             i,
-            format!("most values are {what}, but `{}` in line {} is not", place.value, place.line),
+            format!("{what}, but {other}"),
             "add the text to `missing`, or the column to `categorical` or `ignore`, or correct the value",
         ))
     }

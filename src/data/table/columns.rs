@@ -12,6 +12,7 @@ use serde::{Deserialize, Serialize};
 
 use super::column_typing::ColumnTyping;
 use super::decimal::parse_decimal;
+use super::index_evidence::names_rows;
 use super::inference::ColumnInference;
 use super::notation::Notation;
 use super::text_encoding::TextEncoding;
@@ -307,7 +308,7 @@ pub fn select_columns(
             left_out.push((format!("column {name}"), "holds lists of texts: not an input".into()));
             continue;
         }
-        if inferred[i].is_index() && !named(name) {
+        if inferred[i].is_index() && !names_rows(name) && !named(name) {
             left_out.push((
                 format!("column {name}"),
                 "has no name and the numbers or names of rows: not an input".into(),
@@ -317,11 +318,12 @@ pub fn select_columns(
         match kind(i) {
             _ if inferred[i].list.is_some() => columns.extend(typing.list_elements(i, false)),
             _ if !declared(name) && typing.is_date(i) => columns.extend(typing.date_parts(i)?),
-            ColumnKind::Category if !declared(name) => {
-                typing.check_text(i)?;
-                columns.push(typing.column(i, ColumnKind::Category, false)?);
+            kind => {
+                if !declared(name) {
+                    typing.check_text(i)?;
+                }
+                columns.push(typing.column(i, kind, false)?);
             }
-            kind => columns.push(typing.column(i, kind, false)?),
         }
     }
     if columns.is_empty() {
@@ -349,7 +351,10 @@ pub fn select_columns(
                 typing.check_classes(at)?;
                 if inferred[at].is_text() { kind(at) } else { ColumnKind::Category }
             }
-            TableTask::Auto => ColumnKind::Number,
+            TableTask::Auto => {
+                typing.check_classes(at)?;
+                ColumnKind::Number
+            }
         };
         match inferred[at].list.filter(|_| kind != ColumnKind::Labels) {
             Some(_) => columns.extend(typing.list_elements(at, true)),
@@ -406,6 +411,11 @@ fn input_warning(name: &str, inferred: &ColumnInference) -> Option<String> {
     if inferred.equals_target() {
         return Some(format!(
             "column `{name}` equals the target in the first rows: it is no input, add it to `ignore`"
+        ));
+    }
+    if inferred.has_row_numbers() {
+        return Some(format!(
+            "column `{name}` has the row numbers of a data frame, as `reset_index` of pandas keeps them: add it to `ignore`"
         ));
     }
     let rows = inferred.identifiers()?;

@@ -14,10 +14,12 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use super::columns::{CellParser, Column};
 use super::dialect::{Dialect, MAX_ROW_BYTES, RowEnds, RowFields};
-use super::encoding::{RowEncoder, TableSchema};
-use super::inference::{ColumnInference, MAX_WATCHED_COLUMNS, SAMPLE_ROWS, is_index_name};
+use super::encoding::RowEncoder;
+use super::index_evidence::{is_index_name, names_rows};
+use super::inference::{ColumnInference, MAX_WATCHED_COLUMNS, SAMPLE_ROWS};
 use super::row_index::{self, RowBlock, RowIndex, RowScan};
 use super::rows::{ColumnNames, RowReader};
+use super::schema::TableSchema;
 use super::text_encoding::TextEncoding;
 use super::{CellValue, RowCells, RowVisitor, TableReader};
 use crate::base::regular_file;
@@ -78,6 +80,8 @@ impl CsvHeader {
         let of_targets = inferred.iter_mut().zip(&self.names).filter(|(_, name)| targets.contains(name));
         of_targets.for_each(|(look, _)| look.count_distinct());
         self.unnamed.iter().for_each(|i| inferred[*i].watch_for_index());
+        let of_rows = inferred.iter_mut().zip(&self.names).filter(|(_, name)| names_rows(name));
+        of_rows.for_each(|(look, _)| look.watch_for_index());
         let of_indices = inferred.iter_mut().zip(&self.names).filter(|(_, name)| is_index_name(name));
         of_indices.for_each(|(look, _)| look.mark_as_index());
         self.text_lists.iter().for_each(|i| inferred[*i].text_list = true);

@@ -2,7 +2,8 @@
 //!
 //! A row ends with a line feed outside of quotes; a carriage return before it is dropped. A field is quoted if its
 //! first non-space character is the quote; a doubled quote inside quotes stands for one. Elsewhere the quote is an
-//! ordinary character. Spaces around unquoted fields are ignored. Blank lines and comments are not rows.
+//! ordinary character. Spaces around unquoted fields are ignored. Comments are not rows, nor are blank lines unless the
+//! table has one column.
 
 use memchr::{memchr, memchr2};
 
@@ -23,6 +24,8 @@ pub struct Dialect {
     pub quote: u8,
     /// The first character of lines that are not rows.
     pub comment: Option<u8>,
+    /// Whether a blank line is a row: a missing value, in a table of one column.
+    pub blank_rows: bool,
     pub encoding: TextEncoding,
     pub rows: RowFormat,
 }
@@ -55,6 +58,7 @@ impl Default for Dialect {
             skip_lines: 0,
             quote: b'"',
             comment: None,
+            blank_rows: false,
             encoding: TextEncoding::Utf8,
             rows: RowFormat::Delimited,
         }
@@ -81,7 +85,7 @@ impl Dialect {
     pub fn skips_line(self, line: &[u8]) -> bool {
         match line.first() {
             Some(first) if self.comment == Some(*first) => true,
-            _ => self.delimiter.is_blank_line(line),
+            _ => !self.blank_rows && self.delimiter.is_blank_line(line),
         }
     }
 }

@@ -78,7 +78,7 @@ impl DialectSettings {
             return Self { skip_lines: 1, delimiter: Some(delimiter), ..*self }.detect(file);
         }
         let text = after_lines(&start.text, self.skip_lines);
-        if memchr::memchr(b'\r', text).is_some() && memchr::memchr(b'\n', text).is_none() {
+        if ends_lines_with_returns(text) {
             return Err(DataError::Table {
                 file: file.to_owned(),
                 place: String::new(),
@@ -96,6 +96,7 @@ impl DialectSettings {
                 CommentSetting::None => None,
                 CommentSetting::Auto => has_comments(text).then_some(COMMENT),
             },
+            blank_rows: false,
             encoding,
             rows: RowFormat::Delimited,
         };
@@ -107,7 +108,8 @@ impl DialectSettings {
         let has_comments = found.dialect.comment.is_some()
             && (self.comment != CommentSetting::Auto || check_comments(file, text, self.skip_lines, &found)?);
         let comment = found.dialect.comment.filter(|_| has_comments);
-        Ok(Dialect { comment, ..found.dialect })
+        let blank_rows = found.width == 1 && (!start.whole || has_blank_line(text));
+        Ok(Dialect { comment, blank_rows, ..found.dialect })
     }
 
     /// The encoding, and the first text as UTF-8 or Latin-1.
@@ -158,8 +160,16 @@ impl DialectSettings {
         match plausible.len() {
             0 => {
                 let spaces = split(FieldDelimiter::Whitespace);
-                // Otherwise the table is refused with what its only column contains.
-                Ok(if spaces.is_plausible() { spaces } else { split(DELIMITERS[0]) })
+                if spaces.is_plausible() {
+                    return Ok(spaces);
+                }
+                // One column, whose values may contain some of the delimiters. If they contain all, the table is refused
+                // with what the column contains.
+                let single = |sample: &SplitSample| sample.width == 1;
+                let mut samples: Vec<SplitSample> = DELIMITERS.into_iter().map(split).collect();
+                let is_one_column = samples.iter().all(single);
+                let at = samples.iter().position(|sample| is_one_column && sample.agreement == 1.0);
+                Ok(samples.swap_remove(at.unwrap_or(0)))
             }
             1 => Ok(plausible.swap_remove(0)),
             _ => {
@@ -290,6 +300,27 @@ fn after_lines(text: &[u8], count: u64) -> &[u8] {
     rest
 }
 
+/// Whether lines end with a carriage return alone, as those of old Macs did, outside of quotes; a line feed may have been
+/// added at the end of the file.
+fn ends_lines_with_returns(text: &[u8]) -> bool {
+    let (mut returns, mut line_feeds, mut quoted) = (0, 0, false);
+    for (i, byte) in text.iter().enumerate() {
+        match byte {
+            b'"' => quoted = !quoted,
+            b'\r' if !quoted && text.get(i + 1) != Some(&b'\n') => returns += 1,
+            b'\n' if !quoted => line_feeds += 1,
+            _ => {}
+        }
+    }
+    returns > line_feeds
+}
+
+/// Whether a blank line stands between others.
+fn has_blank_line(text: &[u8]) -> bool {
+    let text = text.trim_ascii_end();
+    text.split(|byte| *byte == b'\n').any(|line| line.trim_ascii().is_empty())
+}
+
 /// The delimiter that a first line `sep=;` states, for Excel.
 fn stated_delimiter(text: &[u8]) -> Option<FieldDelimiter> {
     let line = after_lines(text, 0).split(|byte| *byte == b'\n').next()?;
@@ -369,6 +400,31 @@ mod tests {
         let rows: String = (0..50).map(|i| format!("{i};x\n")).collect();
         assert_eq!(delimiter(&format!("a;b\n{rows}1;2;3\n")), byte(b';'));
         assert_eq!(delimiter("a\n1\n2\n"), byte(b','));
+        // One column of decimal commas, or of texts.
+        assert_eq!(delimiter("a\n1,5\n2,5\n3\n"), byte(b';'));
+        assert_eq!(delimiter("a\nx, y; z\nw\n"), byte(b'\t'));
+    }
+
+    #[test]
+    fn a_blank_line_is_a_row_of_one_column() {
+        let found = |text: &str| detect(text, DialectSettings::default()).unwrap().blank_rows;
+        assert!(found("a\n1\n\n2\n") && found("a\r\n1\r\n\r\n2\r\n"));
+        assert!(!found("a\n1\n2\n\n") && !found("a,b\n1,2\n\n3,4\n"));
+    }
+
+    #[test]
+    fn returns_that_end_lines_are_refused() {
+        let rows = |end: &str| ["x,y", "1,a", "2,b", "3,c"].join(end) + end;
+        for text in [rows("\r"), rows("\r") + "\n", format!("\n{}", rows("\r")), rows("\r") + "4,d\n5,e\r\n"]
+        {
+            let error = detect(&text, DialectSettings::default()).unwrap_err();
+            assert!(error.contains("carriage return"), "{error}");
+        }
+        let quoted = "x,y\n\"a\rb\rc\rd\re\",1\n\"f\",2\n";
+        assert!(
+            detect(quoted, DialectSettings::default()).is_ok()
+                && detect(&rows("\r\n"), DialectSettings::default()).is_ok()
+        );
     }
 
     #[test]

@@ -4,15 +4,16 @@
 //! A cell is first parsed into one f64, its code: the number, the category id, or one of two NaNs for a missing and for
 //! an invalid value. Text goes through both steps when it is read; columns that are decoded ahead are stored as codes.
 
-use std::collections::HashMap;
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use serde::{Deserialize, Serialize};
-
+use super::categories::{self, CategoryIndex};
+use super::column_encoder::{ColumnEncoder, number_encoder};
+use super::column_report::{describe_column, identifier_warnings};
 use super::columns::{CellParser, Column, ColumnKind, ColumnRemarks};
-use super::statistics::{CategoryCounts, ColumnStatistics, Moments, TableStatistics};
-use super::{CellValue, MissingPolicy, RowCells, TableSettings, UnknownPolicy};
+use super::schema::TableSchema;
+use super::statistics::{CategoryCounts, ColumnStatistics};
+use super::{CellValue, RowCells, TableSettings, UnknownPolicy};
 use crate::base::units::counted;
 use crate::data::warnings::{self, WARNING};
 use crate::data::{BatchRow, DataError, Features, InputSpec, SliceMut, TargetSpec};
@@ -31,103 +32,6 @@ const LABELS_PER_CODE: usize = 32;
 /// Columns that are described individually; the rest is summarized.
 const MAX_DESCRIBED_COLUMNS: usize = 40;
 
-/// The columns of a table and their statistics in the training rows: with the job's settings, all that encodes a row.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct TableSchema {
-    /// Inputs, then targets.
-    pub columns: Vec<Column>,
-    /// Column of the file that each of them is read from: a date is several columns.
-    sources: Vec<String>,
-    /// Those of `columns`; `None` if none were needed.
-    pub statistics: Option<TableStatistics>,
-}
-
-impl TableSchema {
-    /// `names` are those of all columns of the file.
-    pub fn new(columns: Vec<Column>, names: &[String], statistics: Option<TableStatistics>) -> Self {
-        let source = |column: &Column| names.get(column.index).unwrap_or(&column.name).clone();
-        Self { sources: columns.iter().map(source).collect(), columns, statistics }
-    }
-
-    /// The schema of the inputs alone, for rows without a target.
-    pub fn inputs(&self) -> Self {
-        self.filtered(|column| !column.target)
-    }
-
-    fn filtered(&self, keeps: impl Fn(&Column) -> bool) -> Self {
-        let kept = || (0..self.columns.len()).filter(|i| keeps(&self.columns[*i]));
-        Self {
-            columns: kept().map(|i| self.columns[i].clone()).collect(),
-            sources: kept().map(|i| self.sources[i].clone()).collect(),
-            statistics: self.statistics.as_ref().map(|statistics| TableStatistics {
-                columns: kept().map(|i| statistics.columns[i].clone()).collect(),
-                ..statistics.clone()
-            }),
-        }
-    }
-
-    /// The schema without the sample weights, which only training needs.
-    pub fn without_weight(&self) -> Self {
-        self.filtered(|column| !column.weight)
-    }
-
-    /// The same schema for a file with other columns around these, or in another order.
-    pub fn located(&self, file: &Path, names: &[String]) -> Result<Self, DataError> {
-        let places: HashMap<&str, usize> = names.iter().map(String::as_str).zip(0..).collect();
-        let locate = |(column, source): (&Column, &String)| match places.get(source.as_str()) {
-            Some(&index) => Ok(Column { index, ..column.clone() }),
-            None => Err(DataError::Table {
-                file: file.to_owned(),
-                place: String::new(),
-                problem: format!(
-                    "it has no column `{source}`{}",
-                    super::columns::suggest_column(source, names)
-                ),
-                hint: "the model is trained with this column: every file must have all columns in use",
-            }),
-        };
-        let columns = self.columns.iter().zip(&self.sources).map(locate).collect::<Result<_, _>>()?;
-        Ok(Self { columns, ..self.clone() })
-    }
-
-    /// Training rows of each of these classes, if they were counted.
-    pub fn class_counts(&self, names: &[String]) -> Option<Vec<u64>> {
-        let target = self.columns.iter().position(|column| column.target)?;
-        let columns = &self.statistics.as_ref()?.columns;
-        match &columns[target] {
-            ColumnStatistics::Category(_) if self.columns[target].kind == ColumnKind::Flag => {
-                let flags =
-                    columns.iter().zip(&self.columns).filter(|(_, column)| column.kind == ColumnKind::Flag);
-                let present = |counts: &CategoryCounts| counts.values.get("1").copied().unwrap_or(0);
-                let count = |statistics: &ColumnStatistics| match statistics {
-                    ColumnStatistics::Category(counts) => present(counts),
-                    ColumnStatistics::Number(_) => 0,
-                };
-                Some(flags.map(|(statistics, _)| count(statistics)).collect())
-            }
-            ColumnStatistics::Category(counts) => {
-                Some(names.iter().map(|name| counts.values.get(name).copied().unwrap_or(0)).collect())
-            }
-            ColumnStatistics::Number(_) => None,
-        }
-    }
-
-    /// What turns the standardized values of the targets back into their own units, as (mean, standard deviation).
-    pub fn target_scales(&self, settings: &TableSettings) -> Vec<(f64, f64)> {
-        let scale = |(i, column): (usize, &Column)| {
-            let statistics = self.statistics.as_ref().map(|statistics| &statistics.columns[i]);
-            match (column.kind, statistics) {
-                (ColumnKind::Number, Some(ColumnStatistics::Number(moments))) if settings.standardise => {
-                    (moments.mean, if moments.std() > 0.0 { moments.std() } else { 1.0 })
-                }
-                _ => (0.0, 1.0),
-            }
-        };
-        let predicted = |(_, column): &(usize, &Column)| column.target && !column.weight;
-        self.columns.iter().enumerate().filter(predicted).map(scale).collect()
-    }
-}
-
 /// Encodes every row of a table into a sample.
 pub struct RowEncoder {
     pub schema: TableSchema,
@@ -144,28 +48,6 @@ pub struct RowEncoder {
     /// Columns that are no inputs though nobody asked for it.
     left_out: Vec<(String, String)>,
     warnings: Vec<String>,
-}
-
-enum ColumnEncoder {
-    /// (x - mean) * scale at index `at` of the input or target. A missing value becomes `fill`, with 1 at index `flag`.
-    Number { mean: f64, scale: f64, fill: Option<f64>, at: usize, flag: Option<usize> },
-    /// 1 at index `at` plus the category id. Missing has the id `missing`.
-    OneHot { list: CategoryIndex, at: usize, missing: Option<usize>, unknown: UnknownPolicy },
-    /// The category id at index `at`; the id after the last one stands for unknown categories.
-    Ordinal { list: CategoryIndex, at: usize, missing: Option<usize>, unknown: UnknownPolicy },
-    /// The class id.
-    Class { list: CategoryIndex },
-    /// 1 for the labels that the cell has, 0 for the others.
-    Labels { list: CategoryIndex },
-    /// 1 or 0 at index `at` of the target.
-    Flag { at: usize },
-    /// The weight of the sample, behind its target.
-    Weight,
-}
-
-/// Category ids by name.
-struct CategoryIndex {
-    ids: HashMap<String, u32>,
 }
 
 impl RowEncoder {
@@ -214,7 +96,7 @@ impl RowEncoder {
                     let none = CategoryCounts::default();
                     let counts =
                         if let Some(ColumnStatistics::Category(counts)) = stats { counts } else { &none };
-                    labels = class_names(settings, counts);
+                    labels = categories::class_names(settings, counts);
                     row_encoder.labels = Some((i, labels.len().div_ceil(LABELS_PER_CODE).max(1)));
                     ColumnEncoder::Labels { list: CategoryIndex::of(&labels) }
                 }
@@ -232,14 +114,14 @@ impl RowEncoder {
                     let counts =
                         if let Some(ColumnStatistics::Category(counts)) = stats { counts } else { &none };
                     if column.target {
-                        let names = class_names(settings, counts);
-                        let count = |name| counts.values.get(name).copied().unwrap_or(0);
-                        row_encoder.class_counts = statistics.map(|_| names.iter().map(count).collect());
+                        let names = categories::class_names(settings, counts);
                         let list = CategoryIndex::of(&names);
+                        row_encoder.class_counts = statistics.map(|_| list.counts(counts));
+                        row_encoder.warnings.extend(categories::case_warning(&names));
                         classes = Some(names);
                         ColumnEncoder::Class { list }
                     } else {
-                        let names = sorted_names(counts);
+                        let names = categories::sorted_names(counts);
                         let missing = (counts.missing > 0).then_some(names.len());
                         let (list, unknown) = (CategoryIndex::of(&names), settings.on_unknown);
                         let places = names.len() + usize::from(missing.is_some());
@@ -262,7 +144,7 @@ impl RowEncoder {
             row_encoder.column_encoders.push(encoder);
         }
         row_encoder.left_out.clone_from(&remarks.left_out);
-        row_encoder.warnings.clone_from(&remarks.warnings);
+        row_encoder.warnings.splice(0..0, remarks.warnings.iter().cloned());
         row_encoder.warnings.extend(identifier_warnings(columns, statistics));
         if !labels.is_empty() {
             row_encoder.class_counts = schema.class_counts(&labels);
@@ -332,9 +214,9 @@ impl RowEncoder {
         let Some(labels) = self.parser.labels(cell) else { return MISSING };
         let mut set = 0u32;
         for label in labels {
-            match list.ids.get(&label) {
+            match list.id(&label) {
                 None => return INVALID,
-                Some(id) if *id as usize / LABELS_PER_CODE == part => {
+                Some(id) if id as usize / LABELS_PER_CODE == part => {
                     set |= 1 << (id % LABELS_PER_CODE as u32)
                 }
                 Some(_) => {}
@@ -372,7 +254,7 @@ impl RowEncoder {
             | ColumnEncoder::Ordinal { list, .. }
             | ColumnEncoder::Class { list }
             | ColumnEncoder::Labels { list } => {
-                list.ids.get(self.parser.category(cell).as_ref()).map_or(INVALID, |place| (*place).into())
+                list.id(&self.parser.category(cell)).map_or(INVALID, f64::from)
             }
         }
     }
@@ -412,10 +294,10 @@ impl RowEncoder {
             ColumnEncoder::Flag { .. } => code.is_nan().then(|| super::EXPECTED_FLAG.into()),
             _ if code.to_bits() == UNREADABLE.to_bits() => Some(super::EXPECTED_UTF8.into()),
             ColumnEncoder::Labels { list } => {
-                code.is_nan().then(|| format!("some of the {} labels", list.ids.len()))
+                code.is_nan().then(|| format!("some of the {} labels", list.len()))
             }
             ColumnEncoder::Class { list } => {
-                code.is_nan().then(|| format!("one of the {} classes", list.ids.len()))
+                code.is_nan().then(|| format!("one of the {} classes", list.len()))
             }
             ColumnEncoder::OneHot { missing: Some(_), .. }
             | ColumnEncoder::Ordinal { missing: Some(_), .. }
@@ -425,7 +307,7 @@ impl RowEncoder {
             }
             ColumnEncoder::OneHot { list, unknown, .. } | ColumnEncoder::Ordinal { list, unknown, .. } => {
                 (code.is_nan() && *unknown == UnknownPolicy::Error)
-                    .then(|| format!("one of the {} categories of the training rows", list.ids.len()))
+                    .then(|| format!("one of the {} categories of the training rows", list.len()))
             }
         }
     }
@@ -462,12 +344,12 @@ impl RowEncoder {
                 }
             }
             ColumnEncoder::Ordinal { list, at, missing, .. } => {
-                let unknown = list.ids.len() + usize::from(missing.is_some());
+                let unknown = list.len() + usize::from(missing.is_some());
                 into.input.as_f32_mut()[*at] = category_id(code, *missing).unwrap_or(unknown) as f32;
             }
             ColumnEncoder::Class { .. } => into.target.as_u32_mut()[0] = code as u32,
             ColumnEncoder::Labels { list } => {
-                let (labels, set) = (&mut into.target.as_f32_mut()[..list.ids.len()], code as u32);
+                let (labels, set) = (&mut into.target.as_f32_mut()[..list.len()], code as u32);
                 let labels = labels.iter_mut().skip(part * LABELS_PER_CODE).take(LABELS_PER_CODE);
                 labels.enumerate().for_each(|(bit, value)| *value = (set >> bit & 1) as f32);
             }
@@ -502,8 +384,8 @@ impl RowEncoder {
                     flag.iter().for_each(|flag| names[*flag] = format!("{} is missing", column.name));
                 }
                 ColumnEncoder::OneHot { list, at, missing, .. } => {
-                    for (name, place) in &list.ids {
-                        names[at + *place as usize] = format!("{} = {name}", column.name);
+                    for (place, name) in list.names().iter().enumerate() {
+                        names[at + place] = format!("{} = {name}", column.name);
                     }
                     missing
                         .iter()
@@ -542,7 +424,7 @@ impl RowEncoder {
             ColumnEncoder::OneHot { list, .. }
             | ColumnEncoder::Ordinal { list, .. }
             | ColumnEncoder::Class { list }
-            | ColumnEncoder::Labels { list } => list.ids.keys().map(|name| name.len() as u64 + 48).sum(),
+            | ColumnEncoder::Labels { list } => list.resident_bytes(),
             ColumnEncoder::Number { .. } | ColumnEncoder::Flag { .. } | ColumnEncoder::Weight => 0,
         };
         let encoders = self.column_encoders.iter().map(|how| list(how) + size_of::<ColumnEncoder>() as u64);
@@ -561,130 +443,7 @@ impl ColumnStatistics {
     }
 }
 
-impl CategoryIndex {
-    fn of(names: &[String]) -> Self {
-        Self { ids: names.iter().cloned().zip(0..).collect() }
-    }
-}
-
-fn number_encoder(
-    column: &Column,
-    moments: Option<&Moments>,
-    settings: &TableSettings,
-    next: &mut usize,
-) -> ColumnEncoder {
-    let average = moments.map_or(0.0, |moments| moments.mean);
-    let std = moments.map_or(0.0, Moments::std);
-    let (mean, scale) = match settings.standardise {
-        // A constant column becomes 0.
-        true => (average, if std > 0.0 { 1.0 / std } else { 1.0 }),
-        false => (0.0, 1.0),
-    };
-    let fill = match settings.on_missing {
-        _ if column.target => None,
-        MissingPolicy::Error => None,
-        MissingPolicy::Mean => Some(average),
-        MissingPolicy::Zero => Some(0.0),
-    };
-    let at = *next;
-    *next += 1;
-    let lacks = moments.is_some_and(|moments| moments.missing > 0);
-    let flag = (settings.missing_flags && lacks && !column.target).then(|| {
-        *next += 1;
-        at + 1
-    });
-    ColumnEncoder::Number { mean, scale, fill, at, flag }
-}
-
-/// Categorical inputs with a category for each row.
-fn identifier_warnings(columns: &[Column], statistics: Option<&TableStatistics>) -> Vec<String> {
-    const MIN_ROWS: u64 = 20;
-    let Some(statistics) = statistics.filter(|statistics| statistics.rows >= MIN_ROWS) else {
-        return Vec::new();
-    };
-    let each = columns.iter().zip(&statistics.columns).filter(|(column, _)| !column.target);
-    each.filter_map(|(column, found)| match found {
-        ColumnStatistics::Category(counts) if counts.values.len() as u64 == statistics.rows => Some(format!(
-            "column `{}` has as many values as training rows, {}: no value is seen twice, add it to `ignore`",
-            column.name, statistics.rows
-        )),
-        _ => None,
-    })
-    .collect()
-}
-
 /// Category id of a code, if it has one.
 fn category_id(code: f64, missing: Option<usize>) -> Option<usize> {
     if code.to_bits() == MISSING.to_bits() { missing } else { (!code.is_nan()).then_some(code as usize) }
-}
-
-/// Declared classes; otherwise those found, sorted.
-fn class_names(settings: &TableSettings, counts: &CategoryCounts) -> Vec<String> {
-    if settings.classes.is_empty() { sorted_names(counts) } else { settings.classes.clone() }
-}
-
-/// Sorted numerically if all names are numbers, otherwise as text.
-fn sorted_names(counts: &CategoryCounts) -> Vec<String> {
-    let mut names: Vec<String> = counts.values.keys().cloned().collect();
-    let numbers: Option<Vec<f64>> = names.iter().map(|name| name.parse().ok()).collect();
-    if numbers.is_some_and(|numbers| numbers.iter().all(|x| x.is_finite())) {
-        // The sort is stable: names of equal value keep their text order.
-        let value = |name: &String| name.parse().unwrap_or(0.0f64);
-        names.sort_by(|a, b| value(a).total_cmp(&value(b)));
-    }
-    names
-}
-
-fn describe_column(
-    column: &Column,
-    encoder: &ColumnEncoder,
-    stats: Option<&ColumnStatistics>,
-    settings: &TableSettings,
-) -> String {
-    let target = if column.target { "target: " } else { "" };
-    let notation = column.notation.describe();
-    let missing = |missing: u64| if missing > 0 { format!(", {missing} missing") } else { String::new() };
-    match (encoder, stats) {
-        (ColumnEncoder::Number { .. }, Some(ColumnStatistics::Number(moments))) => {
-            let (mean, std) = (format_number(moments.mean), format_number(moments.std()));
-            let how = match (settings.standardise, moments.std() > 0.0) {
-                (false, _) => ", not standardized",
-                (true, true) => "",
-                (true, false) => ", constant: 0 after standardization",
-            };
-            format!("{target}number{notation}, mean {mean}, std {std}{}{how}", missing(moments.missing))
-        }
-        (ColumnEncoder::Number { .. }, _) => format!("{target}number{notation}, not standardized"),
-        (ColumnEncoder::Class { list }, _) => format!("{target}{}", counted(list.ids.len() as u64, "class")),
-        (ColumnEncoder::Labels { list }, _) => {
-            format!("{target}any number of {}", counted(list.ids.len() as u64, "label"))
-        }
-        (ColumnEncoder::Flag { .. }, Some(ColumnStatistics::Category(counts))) => {
-            let present = counts.values.get("1").copied().unwrap_or(0);
-            format!("{target}label of {}", counted(present, "training row"))
-        }
-        (ColumnEncoder::Flag { .. }, _) => format!("{target}label"),
-        (ColumnEncoder::Weight, Some(ColumnStatistics::Number(moments))) => {
-            format!("sample weight, mean {}", format_number(moments.mean))
-        }
-        (ColumnEncoder::Weight, _) => "sample weight".into(),
-        (ColumnEncoder::OneHot { list, .. } | ColumnEncoder::Ordinal { list, .. }, stats) => {
-            let lacking =
-                if let Some(ColumnStatistics::Category(counts)) = stats { counts.missing } else { 0 };
-            let how = if settings.embed { ", embedded" } else { "" };
-            {
-                let values = counted(list.ids.len() as u64, "value");
-                format!("{target}category of {values}{}{how}", missing(lacking))
-            }
-        }
-    }
-}
-
-/// Six significant digits are enough to recognize a column.
-fn format_number(x: f64) -> String {
-    if x != 0.0 && !(1e-3..1e7).contains(&x.abs()) {
-        return format!("{x:.3e}");
-    }
-    let digits = 5usize.saturating_sub(x.abs().max(1.0).log10() as usize);
-    format!("{x:.digits$}")
 }

@@ -2,11 +2,14 @@
 
 use std::collections::{BTreeSet, HashSet};
 
-use super::CellValue;
 use super::columns::CellParser;
-use super::dates::{DateColumn, DateEvidence, DateOrder, StampKind};
+use super::date_text::DateOrder;
+use super::dates::{self, DateColumn, DateEvidence, StampKind};
 use super::decimal::parse_decimal;
+use super::index_evidence::IndexEvidence;
 use super::notation::{DecimalMark, NotationEvidence, NotationProblem, parse_plain};
+use super::units::{MANY_NUMBERS, UnitEvidence};
+use super::{CellPlace, CellValue, hash};
 use crate::data::labels::{self, LabelLists};
 
 /// Rows that types are inferred from.
@@ -18,15 +21,31 @@ const NEARLY_ALL: f64 = 0.9;
 /// So are a few different texts among more than this fraction: marks of missing values.
 const MOST: f64 = 0.5;
 const FEW_TEXTS: u32 = 3;
-/// Distinct numbers from which on a column is taken for measurements and not for codes.
-const MANY_NUMBERS: u32 = 32;
-
-/// A value and its line, from 1.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct CellPlace {
-    pub line: u64,
-    pub value: String,
-}
+/// Dates of eight digits from which on they are not a coincidence.
+const MIN_COMPACT_DATES: usize = 3;
+/// Texts that stand for no value, in lower case. Those of the key `missing` are no texts here.
+const NO_VALUE: [&str; 20] = [
+    "unknown",
+    "unk",
+    "missing",
+    "na",
+    "n/a",
+    "n.a.",
+    "nan",
+    "nil",
+    "none",
+    "null",
+    "-",
+    "--",
+    "---",
+    ".",
+    "..",
+    "*",
+    "#n/a",
+    "not available",
+    "undefined",
+    "tbd",
+];
 
 /// What the first rows show about one column.
 #[derive(Clone, Debug, Default)]
@@ -56,23 +75,22 @@ pub struct ColumnInference {
     pub stamp: Option<StampKind>,
     pub notation: NotationEvidence,
     dates: DateEvidence,
-    /// Numbers with a unit that is not understood, and bits of hashes of them.
-    with_unit: usize,
-    unit_hashes: u64,
+    /// Numbers that are dates of eight digits.
+    compact_dates: usize,
+    /// Boxed: most of very many columns have none of these.
+    units: Option<Box<UnitEvidence>>,
+    /// Some text stands for no value.
+    has_no_value: bool,
     /// Bits of hashes of texts that are no dates.
     text_hashes: u64,
-    /// Boxed: most of very many columns have none of these.
     pub first_text: Option<Box<CellPlace>>,
-    pub first_with_unit: Option<Box<CellPlace>>,
     /// The first text that is no date.
     pub first_non_date: Option<Box<CellPlace>>,
     pub first_problem: Option<Box<CellPlace>>,
     pub first_date: Option<Box<CellPlace>>,
-    /// Values of a column without a name; `None` once one of them repeats.
-    index: Option<HashSet<Vec<u8>>>,
+    /// Of a column without a name, or named as an index, as far as every row has a value.
+    index: Option<Box<IndexEvidence>>,
     is_data_frame_index: bool,
-    /// Row numbers of a column without a name, as far as its values are some.
-    row_numbers: Option<RowNumbers>,
     /// Hashes of whole numbers; `None` once one of them repeats, or if the column is not watched.
     whole_numbers: Option<HashSet<u64>>,
     /// Rows whose value is that of the target, and whether there is a row where it is not.
@@ -91,8 +109,8 @@ impl ColumnInference {
         Self { declared_text: text, unsupported, ..Self::default() }
     }
 
-    /// Whether its values are texts, not numbers. Texts that a file declares are numbers if all of them are, and too many
-    /// to be codes.
+    /// Whether its values are texts, not numbers. Texts that a file declares are numbers if all of them are, and too
+    /// many to be codes.
     pub fn is_text(&self) -> bool {
         self.has_text || self.declared_text && self.number_hashes.count_ones() < MANY_NUMBERS
     }
@@ -102,9 +120,9 @@ impl ColumnInference {
         self.counts_distinct = true;
     }
 
-    /// The column has no name: it may hold row numbers.
+    /// The column has no name, or one that names row numbers.
     pub fn watch_for_index(&mut self) {
-        (self.index, self.row_numbers) = (Some(HashSet::new()), Some(RowNumbers::default()));
+        self.index = Some(Box::default());
     }
 
     /// The column is the index of a data frame, as its name says.
@@ -139,7 +157,7 @@ impl ColumnInference {
     /// Adds the value at `line`.
     pub fn observe(&mut self, cell: CellValue<'_>, parser: &CellParser, line: u64) {
         if parser.is_missing(cell) {
-            (self.index, self.row_numbers) = (None, None);
+            self.index = None;
             return;
         }
         self.values += 1;
@@ -148,11 +166,9 @@ impl ColumnInference {
             CellValue::Number(x) => {
                 self.numbers += 1;
                 self.has_fraction |= x.fract() != 0.0;
-                self.row_numbers = self.row_numbers.and_then(|rows| rows.next(x));
-                if let Some(seen) = &mut self.index
-                    && !seen.insert(x.to_le_bytes().to_vec())
-                {
-                    self.index = None;
+                self.compact_dates += usize::from(dates::compact_date(x).is_some());
+                if let Some(index) = &mut self.index {
+                    index.observe(&x.to_le_bytes(), Some(x));
                 }
                 self.observe_whole_number(hash(&x.to_le_bytes()));
             }
@@ -191,18 +207,16 @@ impl ColumnInference {
 
     fn observe_text(&mut self, text: &[u8], line: u64) {
         let place = || Some(Box::new(CellPlace { line, value: super::display_value(text) }));
-        if let Some(seen) = &mut self.index
-            && !seen.insert(text.to_vec())
-        {
-            self.index = None;
+        let plain = parse_decimal(text).or_else(|| parse_plain(text));
+        if let Some(index) = &mut self.index {
+            index.observe(text, plain);
         }
-        let plain = parse_decimal(text).or_else(|| parse_plain(text)).is_some();
         let was_open = self.notation.conflict().is_none() && !self.notation.is_ambiguous();
-        if plain {
+        if let Some(number) = plain {
+            self.compact_dates += usize::from(text.len() == 8 && dates::compact_date(number).is_some());
             self.notation.observe_plain(text);
         } else if !self.notation.observe(text) {
             self.has_text = true;
-            self.row_numbers = None;
             let was_open = self.dates.is_ambiguous();
             let is_date = self.dates.observe(text);
             if self.dates.is_ambiguous() && !was_open {
@@ -212,13 +226,9 @@ impl ColumnInference {
                 self.text_hashes |= 1 << (hash(text) & 63);
                 self.first_non_date = self.first_non_date.take().or_else(place);
             }
-            if has_unit(text) {
-                self.with_unit += 1;
-                self.unit_hashes |= 1 << (hash(text) & 63);
-                if self.first_with_unit.is_none() {
-                    self.first_with_unit = place();
-                }
-            }
+            let place_of = || CellPlace { line, value: super::display_value(text) };
+            UnitEvidence::observe(&mut self.units, text, place_of);
+            self.has_no_value |= is_no_value(text);
             if self.first_text.is_none() {
                 self.first_text = place();
             }
@@ -231,9 +241,6 @@ impl ColumnInference {
         let whole = text.iter().all(|b| b.is_ascii_digit() || b"+-".contains(b));
         let value = if whole { None } else { parse_decimal(text).or_else(|| parse_plain(text)) };
         self.has_fraction |= !whole && value.is_none_or(|x| x.fract() != 0.0);
-        if let Some(rows) = self.row_numbers {
-            self.row_numbers = value.or_else(|| parse_decimal(text)).and_then(|x| rows.next(x));
-        }
         self.observe_whole_number(hash);
         if was_open && (self.notation.conflict().is_some() || self.notation.is_ambiguous()) {
             self.first_problem = place();
@@ -244,7 +251,15 @@ impl ColumnInference {
     pub fn date_column(&self, stated: Option<DateOrder>) -> Option<DateColumn> {
         match self.stamp {
             Some(kind) => Some(DateColumn::Stamps(kind)),
-            None => self.dates.column(self.values, stated),
+            None if self.compact_dates == 0 => self.dates.column(self.values, stated),
+            None => {
+                let enough = self.compact_dates + self.dates.count >= MIN_COMPACT_DATES;
+                let is_whole = self.compact_dates + self.dates.count == self.values;
+                self.dates
+                    .with_compact(self.compact_dates)
+                    .column(self.values, stated)
+                    .filter(|_| enough && is_whole)
+            }
         }
     }
 
@@ -264,17 +279,49 @@ impl ColumnInference {
         self.has_text && self.number_hashes.count_ones() >= MANY_NUMBERS && self.is_most(self.numbers)
     }
 
-    /// Whether most values, but not all, are dates.
-    pub fn is_mostly_dates(&self) -> bool {
-        self.dates.count < self.values && self.dates.count > 1 && self.is_most(self.dates.count)
+    /// Whether some texts stand among numbers for what has none: most values are numbers, or a few texts are not and the
+    /// numbers are measurements, or one of the texts says so.
+    pub fn has_stray_text(&self) -> bool {
+        let few = self.text_hashes.count_ones() <= FEW_TEXTS && self.dates.count == 0;
+        let measured = self.has_fraction || self.number_hashes.count_ones() >= MANY_NUMBERS;
+        let among_numbers = self.has_text && self.number_hashes.count_ones() > 1;
+        self.is_mostly_numbers() || among_numbers && few && (measured || self.has_no_value)
     }
 
-    /// Whether most values are numbers with a unit, too many to be codes.
-    pub fn has_units(&self) -> bool {
-        let hashes = self.number_hashes | self.unit_hashes;
-        self.with_unit > 0
-            && hashes.count_ones() >= MANY_NUMBERS
-            && (self.with_unit + self.numbers) as f64 >= NEARLY_ALL * self.values as f64
+    /// Whether some values, but not all, are dates: most, or all but a few texts.
+    pub fn has_stray_date(&self) -> bool {
+        let dates = self.dates.count + self.compact_dates;
+        let is_most = |least: f64| dates as f64 >= least * self.values as f64;
+        // Numbers of eight digits are dates only if they are nearly all.
+        let enough = if self.compact_dates > 0 {
+            dates >= MIN_COMPACT_DATES && is_most(NEARLY_ALL)
+        } else {
+            dates > 1
+        };
+        let others_are_few = self.text_hashes.count_ones() <= FEW_TEXTS && self.numbers == 0;
+        dates < self.values && enough && (others_are_few || is_most(NEARLY_ALL))
+    }
+
+    /// The first value that is a number with a unit, if nearly all are numbers with and without.
+    pub fn with_unit(&self) -> Option<&CellPlace> {
+        let units = self.units.as_ref().filter(|units| units.are_measurements(self.number_hashes))?;
+        let numbers = units.with_unit + units.bounds + self.numbers;
+        units.first_with_unit.as_ref().filter(|_| self.is_nearly_all(numbers))
+    }
+
+    /// The first value that is a bound, as `<0.5`, if nearly all are numbers or bounds.
+    pub fn bound(&self) -> Option<&CellPlace> {
+        const MIN_NUMBERS: u32 = 3;
+        let units = self.units.as_ref()?;
+        // `<18` and `>=18` alone are two classes.
+        let many = units.bounds >= MANY_NUMBERS as usize && self.text_hashes.count_ones() >= MANY_NUMBERS
+            || self.number_hashes.count_ones() >= MIN_NUMBERS;
+        let numbers = units.with_unit + units.bounds + self.numbers;
+        units.first_bound.as_ref().filter(|_| many && self.is_nearly_all(numbers))
+    }
+
+    fn is_nearly_all(&self, count: usize) -> bool {
+        count as f64 >= NEARLY_ALL * self.values as f64
     }
 
     fn is_most(&self, count: usize) -> bool {
@@ -296,9 +343,13 @@ impl ColumnInference {
 
     /// Whether the column has no name and holds row numbers or row names, as pandas and R write them.
     pub fn is_index(&self) -> bool {
-        // Distinct fractions are measurements that lack a name.
-        let distinct = self.index.is_some() && (self.has_text || !self.has_fraction);
-        self.is_data_frame_index || self.values > 1 && (distinct || self.row_numbers.is_some())
+        let has_fraction = self.has_fraction && !self.has_text;
+        self.is_data_frame_index || self.index.as_ref().is_some_and(|index| index.is_index(has_fraction))
+    }
+
+    /// Whether the values are row numbers, though the column has a name.
+    pub fn has_row_numbers(&self) -> bool {
+        self.index.as_ref().is_some_and(|index| index.are_row_numbers())
     }
 
     /// What speaks against reading it as numbers, with the value that shows it.
@@ -308,13 +359,15 @@ impl ColumnInference {
         match problem {
             NotationProblem::AmbiguousComma => (
                 format!(
-                    "{place} may have a decimal comma or a group of three digits, and no value of the first rows decides"
+                    "{place} may have a decimal comma or a group of three digits, and no value of the first \
+                     rows decides"
                 ),
                 "set `decimal = \",\"` if the comma starts the fraction, or `decimal = \".\"` if it groups digits",
             ),
             NotationProblem::MixedMarks => (
                 format!("{place} has another decimal mark than the values above it"),
-                "correct the value, or set `decimal` to \".\" or \",\": values with the other mark are then bad records",
+                "correct the value, or set `decimal` to \".\" or \",\": values with the other mark are then \
+                 bad records",
             ),
             NotationProblem::MixedPercent => (
                 format!("{place}: some values have a percent sign and others do not"),
@@ -328,61 +381,8 @@ impl ColumnInference {
     }
 }
 
-/// Whether this is the name that pandas gives to an index without one.
-pub fn is_index_name(name: &str) -> bool {
-    name.strip_prefix("__index_level_")
-        .and_then(|rest| rest.strip_suffix("__"))
-        .is_some_and(|level| !level.is_empty() && level.bytes().all(|byte| byte.is_ascii_digit()))
-}
-
-/// Row numbers: each value is one more than the last, or the first again, as where files were joined.
-#[derive(Clone, Copy, Debug, Default)]
-struct RowNumbers {
-    first_and_last: Option<(f64, f64)>,
-}
-
-impl RowNumbers {
-    /// `None` if `x` is no row number after these.
-    fn next(self, x: f64) -> Option<Self> {
-        let first_and_last = match self.first_and_last {
-            None if x == 0.0 || x == 1.0 => (x, x),
-            Some((first, last)) if x == last + 1.0 || x == first && last > first => (first, x),
-            _ => return None,
-        };
-        Some(Self { first_and_last: Some(first_and_last) })
-    }
-}
-
-/// Whether a text is a number with a unit or a sign that no notation understands: `5 kg`, `1.5k`, `<0.5`, `USD 5`.
-fn has_unit(text: &[u8]) -> bool {
-    const MAX_UNIT: usize = 4;
-    let Ok(text) = str::from_utf8(text) else { return false };
-    let text = text.trim();
-    if text.len() > 24 {
-        return false;
-    }
-    let (body, unit) = match text.find(|c: char| c.is_ascii_digit()) {
-        // `USD 5`, `< 0.5`: a code of three capitals, or a sign.
-        Some(at) if at > 0 => {
-            let unit = text[..at].trim().trim_end_matches(['-', '+']);
-            let is_code = unit.len() == 3 && unit.bytes().all(|byte| byte.is_ascii_uppercase());
-            let is_sign = matches!(unit, "<" | ">" | "<=" | ">=" | "~" | "≤" | "≥" | "R$" | "kr");
-            match is_code && text[..at].ends_with(' ') || is_sign {
-                true => (&text[at..], ""),
-                false => return false,
-            }
-        }
-        Some(_) => {
-            let end = text.rfind(|c: char| c.is_ascii_digit()).map_or(0, |at| at + 1);
-            (&text[..end], text[end..].trim())
-        }
-        None => return false,
-    };
-    let is_unit =
-        unit.chars().count() <= MAX_UNIT && unit.chars().all(|c| c.is_alphabetic() || "°²³/µ‰".contains(c));
-    is_unit && (body.len() < text.len()) && NotationEvidence::default().observe(body.as_bytes())
-}
-
-fn hash(text: &[u8]) -> u64 {
-    twox_hash::XxHash3_128::oneshot(text) as u64
+fn is_no_value(text: &[u8]) -> bool {
+    const MAX_BYTES: usize = 16;
+    text.len() <= MAX_BYTES
+        && NO_VALUE.iter().any(|known| known.as_bytes().eq_ignore_ascii_case(text.trim_ascii()))
 }

@@ -8,12 +8,16 @@
 
 mod arrow_file;
 mod arrow_rows;
+mod categories;
 mod checked_pages;
+mod column_encoder;
+mod column_report;
 mod column_typing;
 mod columns;
 mod compressed_csv;
 mod csv;
 mod dataset;
+mod date_text;
 mod dates;
 mod decimal;
 mod delta_text;
@@ -21,6 +25,7 @@ mod dialect;
 mod dialect_detection;
 mod encoding;
 mod flatbuffer;
+mod index_evidence;
 mod inference;
 mod input_rows;
 mod json_rows;
@@ -32,24 +37,26 @@ mod parquet_partitions;
 mod parquet_values;
 mod row_index;
 mod rows;
+mod schema;
 mod split_keys;
 mod statistics;
 #[cfg(test)]
 mod tests;
 mod text_encoding;
+mod units;
 
 use std::path::Path;
 
 use ::parquet::data_type::ByteArray;
 
 pub use dataset::{TableFileFormat, TableFiles, open, open_with_schema};
-pub use dates::DateOrder;
+pub use date_text::DateOrder;
 pub use dialect::{Dialect, FieldDelimiter};
 pub use dialect_detection::{CommentSetting, DialectSettings};
-pub use encoding::TableSchema;
 pub use input_rows::TableRows;
 pub use notation::DecimalMark;
 pub use parquet_partitions::resolve_files as resolve_parquet_files;
+pub use schema::TableSchema;
 pub use text_encoding::TextEncoding;
 
 use self::columns::Column;
@@ -217,6 +224,17 @@ fn expected_present(column: &Column) -> String {
         true => "a target: it is missing".into(),
         false => "a value: it is missing, and `on_missing` is \"error\"".into(),
     }
+}
+
+/// A value and its line, from 1.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct CellPlace {
+    line: u64,
+    value: String,
+}
+
+fn hash(text: &[u8]) -> u64 {
+    twox_hash::XxHash3_128::oneshot(text) as u64
 }
 
 /// A value for an error message: one short line.

@@ -3,7 +3,8 @@
 //! A value such as `1,234` is a different number with a decimal comma than with groups of digits. The values of the
 //! column decide, then the other columns of the file, then the key `decimal`; what remains open is refused.
 
-use super::dates::{DateOrder, DatePart, DateTime, stamp_part};
+use super::date_text::{DateOrder, DatePart, DateTime};
+use super::dates::{compact_part, stamp_part};
 use super::decimal::parse_decimal;
 use serde::{Deserialize, Serialize};
 
@@ -20,8 +21,14 @@ pub enum Notation {
     /// As programs write numbers: `-1234.5`, `1e3`.
     #[default]
     Plain,
-    /// As people and spreadsheets do: `1,234.50`, `$5`, `57.00%`. A percentage is the number before the sign.
-    Written { mark: DecimalMark, percent: bool },
+    /// As people and spreadsheets do: `1,234.50`, `$5`, `57.00%`. A percentage is the number before the sign. Another
+    /// currency than that of the first rows is another number.
+    Written {
+        mark: DecimalMark,
+        percent: bool,
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        currency: Option<char>,
+    },
     /// One number of a date or a time.
     Date { order: DateOrder, part: DatePart },
     /// One number of a point in time, which is stored in seconds.
@@ -33,15 +40,16 @@ impl Notation {
     #[inline]
     pub fn parse(self, text: &[u8]) -> Option<f64> {
         match self {
-            Self::Plain => parse_decimal(text).or_else(|| parse_plain(text)),
-            Self::Written { mark: DecimalMark::Point, percent: false } => {
-                parse_decimal(text).or_else(|| parse_written(text, DecimalMark::Point, false))
+            Self::Plain => {
+                parse_decimal(text).or_else(|| parse_plain(text)).or_else(|| parse_with_currency(text))
             }
             // Digits alone are the same with either mark.
-            Self::Written { percent: false, .. } if !text.contains(&b'.') => {
-                parse_decimal(text).or_else(|| parse_written(text, DecimalMark::Comma, false))
+            Self::Written { mark, percent: false, .. }
+                if mark == DecimalMark::Point || !text.contains(&b'.') =>
+            {
+                parse_decimal(text).or_else(|| self.parse_written(text))
             }
-            Self::Written { mark, percent } => parse_written(text, mark, percent),
+            Self::Written { .. } => self.parse_written(text),
             Self::Date { order, part } => DateTime::parse(text, order)?.part(part),
             Self::Stamp { .. } => None,
         }
@@ -52,7 +60,24 @@ impl Notation {
     pub fn of_number(self, number: f64) -> Option<f64> {
         match self {
             Self::Stamp { part } => stamp_part(number, part),
-            Self::Plain | Self::Written { .. } | Self::Date { .. } => Some(number),
+            // A column of numbers such as `20210102`.
+            Self::Date { part, .. } => compact_part(number, part),
+            Self::Plain | Self::Written { .. } => Some(number),
+        }
+    }
+
+    #[cold]
+    fn parse_written(self, text: &[u8]) -> Option<f64> {
+        let Self::Written { mark, percent, currency } = self else { return None };
+        let written = WrittenNumber::parse(text)?;
+        if written.percent != percent
+            || currency.is_some() && written.currency.is_some_and(|found| Some(found) != currency)
+        {
+            return None;
+        }
+        match mark {
+            DecimalMark::Point => written.point,
+            DecimalMark::Comma => written.comma,
         }
     }
 
@@ -62,8 +87,11 @@ impl Notation {
             Self::Plain => {
                 "a finite number as programs write it; `decimal` and `missing` say what else is read"
             }
-            Self::Written { mark: DecimalMark::Point, percent: false } => "a finite number",
-            Self::Written { mark: DecimalMark::Comma, percent: false } => {
+            Self::Written { currency: Some(_), percent: false, .. } => {
+                "a finite number in the currency and with the decimal mark of the first rows"
+            }
+            Self::Written { mark: DecimalMark::Point, percent: false, .. } => "a finite number",
+            Self::Written { mark: DecimalMark::Comma, percent: false, .. } => {
                 "a finite number with a decimal comma"
             }
             Self::Written { percent: true, .. } => "a finite number followed by `%`, as in the first rows",
@@ -77,8 +105,8 @@ impl Notation {
     /// For the description of a column; empty for plain numbers.
     pub fn describe(self) -> &'static str {
         match self {
-            Self::Plain | Self::Written { mark: DecimalMark::Point, percent: false } => "",
-            Self::Written { mark: DecimalMark::Comma, percent: false } => ", decimal comma",
+            Self::Plain | Self::Written { mark: DecimalMark::Point, percent: false, .. } => "",
+            Self::Written { mark: DecimalMark::Comma, percent: false, .. } => ", decimal comma",
             Self::Written { percent: true, .. } => ", in percent",
             Self::Date { part: DatePart::Hour, .. } => ", from a time",
             Self::Date { order: DateOrder::DayFirst, .. } | Self::Stamp { .. } => ", from a date",
@@ -93,16 +121,13 @@ pub fn parse_plain(text: &[u8]) -> Option<f64> {
     str::from_utf8(text).ok()?.trim().parse().ok()
 }
 
+/// A number with the symbol of a currency, in a file or behind rows whose numbers have none. `$1,234` may have groups of
+/// digits or a decimal comma, and is none.
 #[cold]
-fn parse_written(text: &[u8], mark: DecimalMark, percent: bool) -> Option<f64> {
-    let written = WrittenNumber::parse(text)?;
-    if written.percent != percent {
-        return None;
-    }
-    match mark {
-        DecimalMark::Point => written.point,
-        DecimalMark::Comma => written.comma,
-    }
+fn parse_with_currency(text: &[u8]) -> Option<f64> {
+    let written =
+        WrittenNumber::parse(text).filter(|written| written.currency.is_some() && !written.percent)?;
+    written.point.filter(|point| written.comma.is_none_or(|comma| comma == *point))
 }
 
 /// A number as it may be meant.
@@ -314,7 +339,7 @@ impl NotationEvidence {
             // A value that the stated mark does not allow is a bad record.
             return match self.conflict() {
                 Some(problem) if problem != NotationProblem::MixedMarks => Err(problem),
-                _ => Ok(Notation::Written { mark, percent: self.with_percent }),
+                _ => Ok(Notation::Written { mark, percent: self.with_percent, currency: self.currency }),
             };
         }
         if let Some(problem) = self.conflict() {
@@ -328,7 +353,7 @@ impl NotationEvidence {
         };
         match mark {
             DecimalMark::Point if !self.written => Ok(Notation::Plain),
-            _ => Ok(Notation::Written { mark, percent: self.with_percent }),
+            _ => Ok(Notation::Written { mark, percent: self.with_percent, currency: self.currency }),
         }
     }
 }
@@ -417,10 +442,28 @@ mod tests {
         );
     }
 
+    #[test]
+    fn a_currency_may_appear_later_and_another_one_may_not() {
+        let parse = |notation: Notation, text: &str| notation.parse(text.as_bytes());
+        let plain = evidence(&["1.5", "2"]).unwrap().notation(None, None).unwrap();
+        assert_eq!(
+            ["$5", "€5.25", "£1,234.50"].map(|text| parse(plain, text)),
+            [Some(5.0), Some(5.25), Some(1234.5)]
+        );
+        assert_eq!(["$1,234", "1,5", "5%", "$5%"].map(|text| parse(plain, text)), [None; 4]);
+        let dollars = evidence(&["$1.5", "$2"]).unwrap().notation(None, None).unwrap();
+        assert_eq!(["$5", "5", "€5"].map(|text| parse(dollars, text)), [Some(5.0), Some(5.0), None]);
+    }
+
     proptest! {
         /// A number printed with groups and either mark is read back.
         #[test]
-        fn printed_numbers_are_read_back(whole in 0u64..10_000_000_000, cents in 0u8..100, comma: bool, negative: bool) {
+        fn printed_numbers_are_read_back(
+            whole in 0u64..10_000_000_000,
+            cents in 0u8..100,
+            comma: bool,
+            negative: bool,
+        ) {
             let (mark, group) = if comma { (',', ".") } else { ('.', ",") };
             let digits = whole.to_string();
             let groups: Vec<&str> = digits.as_bytes().rchunks(3).rev().map(|g| str::from_utf8(g).unwrap()).collect();
@@ -428,7 +471,7 @@ mod tests {
             let text = format!("{sign}{}{mark}{cents:02}", groups.join(group));
             let expected: f64 = format!("{sign}{whole}.{cents:02}").parse().unwrap();
             let mark = if comma { DecimalMark::Comma } else { DecimalMark::Point };
-            let notation = Notation::Written { mark, percent: false };
+            let notation = Notation::Written { mark, percent: false, currency: None };
             prop_assert_eq!(notation.parse(text.as_bytes()), Some(expected), "{}", text);
         }
     }

@@ -12,12 +12,14 @@ use parquet::schema::types::ColumnDescriptor;
 use rayon::prelude::*;
 
 use super::columns::{CellParser, Column};
-use super::encoding::{RowEncoder, TableSchema};
-use super::inference::{ColumnInference, MAX_WATCHED_COLUMNS, SAMPLE_ROWS, is_index_name};
+use super::encoding::RowEncoder;
+use super::index_evidence::{is_index_name, is_unnamed, names_rows};
+use super::inference::{ColumnInference, MAX_WATCHED_COLUMNS, SAMPLE_ROWS};
 use super::parquet_groups::{
     self, BATCH_ROWS, CODE_BYTES, DecodedRow, LeafSelection, RowGroupDecoder, catch_panic, corrupt_file,
 };
 use super::parquet_values::ValueFormat;
+use super::schema::TableSchema;
 use super::{
     CellValue, RowCells, RowVisitor, TableReader, parquet_pages, parquet_partitions, parquet_values,
 };
@@ -151,6 +153,9 @@ impl ParquetFiles {
             look.text_list = parquet_values::is_text_list(column);
             if is_index_name(column.name()) {
                 look.mark_as_index();
+            }
+            if names_rows(column.name()) || is_unnamed(column.name()) {
+                look.watch_for_index();
             }
             look
         };

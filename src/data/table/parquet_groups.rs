@@ -25,8 +25,8 @@ const MAX_BATCH_CELLS: usize = 1 << 20;
 pub const BATCH_ROWS: usize = 1024;
 /// Bytes of a code.
 pub const CODE_BYTES: usize = 8;
-/// A row group of at most this many rows is decoded column by column when it is opened: its values take less memory than
-/// as many open columns do.
+/// A row group of at most this many rows is decoded column by column when it is opened: its values take less memory
+/// than as many open columns do.
 const WHOLE_GROUP_ROWS: u64 = 512;
 /// Bytes of an open column besides its pages and values: the library's reader, its decoders and their buffers.
 const OPEN_COLUMN_BYTES: u64 = 6 << 10;

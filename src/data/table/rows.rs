@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use super::arrow_file;
 use super::arrow_rows::ArrowRows;
 use super::dialect::{Dialect, MAX_ROW_BYTES, RowEnds, RowFields, RowFormat};
+use super::index_evidence::is_unnamed;
 use super::json_rows::JsonRows;
 use crate::data::DataError;
 use crate::data::error::ENCODING_HINT;
@@ -188,7 +189,7 @@ impl RowReader {
                 });
             };
             // pandas calls a column so that it read without a name.
-            if name.is_empty() || name.strip_prefix("Unnamed: ").is_some_and(|rest| rest == i.to_string()) {
+            if name.is_empty() || is_unnamed(&name) {
                 found.unnamed.push(i);
             }
             found.names.push(if name.is_empty() { i.to_string() } else { name.into_owned() });

@@ -66,8 +66,8 @@ impl OpenedTable {
         Ok(Column { name: by.to_owned(), index, kind, target: false, weight: false, notation, element: None })
     }
 
-    /// Writes the key of each row in the order of the rows. A row that cannot be read, or that has no value, has the key
-    /// of an empty text.
+    /// Writes the key of each row in the order of the rows. A row that cannot be read, or that has no value, has the
+    /// key of an empty text.
     fn write_keys(
         &self,
         file: &Path,

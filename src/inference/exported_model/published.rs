@@ -1,5 +1,6 @@
 //! Language models as transformers saves them: `config.json`, `model.safetensors` and `tokenizer.json`, of model type
-//! `gpt2` or `llama`. What the models here do not have, such as scaled rotary embeddings, is refused by the name of its key.
+//! `gpt2` or `llama`. What the models here do not have, such as scaled rotary embeddings, is refused by the name of its
+//! key.
 
 use std::path::Path;
 

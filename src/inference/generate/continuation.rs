@@ -10,8 +10,8 @@ pub struct Continuation {
     pub generation: Generation,
 }
 
-/// Continues prompts and passes on their text as it comes: `show` gets the index of the prompt and says whether to go on.
-/// A text ends before the first of `stops`.
+/// Continues prompts and passes on their text as it comes: `show` gets the index of the prompt and says whether to go
+/// on. A text ends before the first of `stops`.
 pub fn continue_prompts(
     generator: &mut Generator,
     prompts: &[Vec<u32>],

@@ -1,5 +1,6 @@
 //! Published models continue their prompts as NumPy does in f64: `capp-gpt2` (a `GPT2LMHeadModel`) and `stories260K`
-//! (Llama, in the format of llama2.c), each with its `golden.json`, from `models` in the folder that `TRAINER_DATA` names.
+//! (Llama, in the format of llama2.c), each with its `golden.json`, from `models` in the folder that `TRAINER_DATA`
+//! names.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};

@@ -229,7 +229,10 @@ mod tests {
 
         /// Evenly spread draws choose each token as often as its probability says, to one draw on either side.
         #[test]
-        fn tokens_are_drawn_by_their_probability(logits in proptest::collection::vec(-3f32..3.0, 1..12), temperature in 0.3..3.0) {
+        fn tokens_are_drawn_by_their_probability(
+            logits in proptest::collection::vec(-3f32..3.0, 1..12),
+            temperature in 0.3..3.0,
+        ) {
             let sampling = Sampling { temperature, ..Sampling::default() };
             let drawn = chosen(&sampling, &logits);
             for (token, probability) in distribution(&logits, temperature) {

@@ -31,8 +31,8 @@ pub struct FilesConfig {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(extend("exclusiveMinimum" = 0.0, "exclusiveMaximum" = 1.0))]
     pub test_fraction: Option<f64>,
-    /// Cross-validation: `"2/5"` makes the second of five folds of the samples of `train` the validation set, after those
-    /// of `test_fraction` are set aside. A job for each fold validates every sample once.
+    /// Cross-validation: `"2/5"` makes the second of five folds of the samples of `train` the validation set, after
+    /// those of `test_fraction` are set aside. A job for each fold validates every sample once.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub fold: Option<Fold>,
 }

@@ -54,7 +54,8 @@ pub struct IdxConfig {
 ///
 /// `train` and `valid` take folders that contain a folder of images for each class; tables (.csv, .tsv) with a
 /// header and paths relative to the table; zip files, and tar files (.tar, or compressed as .tar.gz and .tar.zst, which
-/// are read sequentially), where an image's class is the folder that contains it or the text of the member `NAME.cls` beside it, or the field `label` of `NAME.json`.
+/// are read sequentially), where an image's class is the folder that contains it or the text of the member `NAME.cls`
+/// beside it, or the field `label` of `NAME.json`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct ImagesConfig {
     #[serde(flatten)]
@@ -89,9 +90,9 @@ pub struct ImagesConfig {
     /// The column of a table with the classes.
     #[serde(default = "label")]
     pub label_column: String,
-    /// What separates the labels of an image with any number of them, as `|` does in `red|round`; an empty cell of a table
-    /// has none. A label of a tar file that is a list, in `NAME.json`, needs no separator. Without this key an image has
-    /// one class.
+    /// What separates the labels of an image with any number of them, as `|` does in `red|round`; an empty cell of a
+    /// table has none. A label of a tar file that is a list, in `NAME.json`, needs no separator. Without this key an
+    /// image has one class.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub label_separator: Option<String>,
     /// How samples of `train` are assigned to the validation and the test set.

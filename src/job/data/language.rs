@@ -9,8 +9,8 @@ use super::files::FilesConfig;
 use super::split::SplitKind;
 
 /// Text files, for a language model: one text, of which a sample is a window of the model's `context`. With
-/// `valid_fraction`, the validation set is the end of the text; with `test_fraction`, the test set is, and the validation
-/// set is before it. Folds are consecutive.
+/// `valid_fraction`, the validation set is the end of the text; with `test_fraction`, the test set is, and the
+/// validation set is before it. Folds are consecutive.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct TextConfig {
     #[serde(flatten)]
@@ -30,8 +30,8 @@ pub struct TextConfig {
 }
 
 /// Files of token ids, as nanoGPT's and llm.c's scripts write them, with random access; a sample is a window of the
-/// model's `context` within one file. With `valid_fraction` and `test_fraction`, the validation and the test set are the
-/// end of the last files; folds are consecutive.
+/// model's `context` within one file. With `valid_fraction` and `test_fraction`, the validation and the test set are
+/// the end of the last files; folds are consecutive.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct TokensConfig {
     #[serde(flatten)]
@@ -65,7 +65,8 @@ pub struct JsonlConfig {
     #[serde(default = "characters")]
     #[schemars(extend("format" = "path", "x-words" = ["characters", "bytes"]))]
     pub tokens: String,
-    /// The field with the text; unused with `messages` and `chat`. Here and below, `a.b` is field `b` of the object `a`.
+    /// The field with the text; unused with `messages` and `chat`. Here and below, `a.b` is field `b` of the object
+    /// `a`.
     #[serde(default = "text")]
     pub field: String,
     /// How a chat is stored.
@@ -86,7 +87,8 @@ pub struct JsonlConfig {
     /// Which tokens of a chat contribute to the loss.
     #[serde(default)]
     pub loss: ChatLoss,
-    /// The field with the class of a text, for a classifier. A field that holds lists has any number of labels per text.
+    /// The field with the class of a text, for a classifier. A field that holds lists has any number of labels per
+    /// text.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub label: Option<String>,
     /// How samples of `train` are assigned to the validation and the test set; packed records always by position.

@@ -64,19 +64,21 @@ pub struct ParquetConfig {
 /// The columns of a table.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct ColumnsConfig {
-    /// The column to predict, classes or numbers; or a list of columns: numbers, or with `task = "labels"` 1 or 0 for each
-    /// label.
+    /// The column to predict, classes or numbers; or a list of columns: numbers, or with `task = "labels"` 1 or 0 for
+    /// each label.
     #[schemars(transform = any_number)]
     pub target: OneOrMany<String>,
     /// Classification or regression.
     #[serde(default)]
     pub task: Task,
-    /// What separates the labels of a target with several per row, as `|` does in `red|round`; spaces around them do not
-    /// count, and an empty cell has none. A cell may also be a list: of JSON, of Parquet, or a text such as `["a", "b"]`.
+    /// What separates the labels of a target with several per row, as `|` does in `red|round`; spaces around them do
+    /// not count, and an empty cell has none. A cell may also be a list: of JSON, of Parquet, or a text such as
+    /// `["a", "b"]`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub label_separator: Option<String>,
-    /// A column of sample weights, 0 or more, which is no input: the loss of an update is the weighted mean over all of its
-    /// samples. Metrics other than the loss count every sample once. A missing, negative or infinite weight is a bad record.
+    /// A column of sample weights, 0 or more, which is no input: the loss of an update is the weighted mean over all of
+    /// its samples. Metrics other than the loss count every sample once. A missing, negative or infinite weight is a
+    /// bad record.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub weight: Option<String>,
     /// The classes or labels in order; by default those of the training rows, in numeric or alphabetical order.
@@ -94,8 +96,8 @@ pub struct ColumnsConfig {
     /// How samples of `train` are assigned to the validation and the test set.
     #[serde(default, skip_serializing_if = "SplitKind::is_random")]
     pub split: SplitKind,
-    /// A column whose values group the rows, such as a patient: all rows of a group are in the same set, and rows without a
-    /// value are one group. It is no input unless `columns` names it.
+    /// A column whose values group the rows, such as a patient: all rows of a group are in the same set, and rows
+    /// without a value are one group. It is no input unless `columns` names it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub group: Option<String>,
     /// Categorical columns, whatever their values. Columns with text in the first 1000 rows are categorical by default.
@@ -233,8 +235,8 @@ pub enum Dates {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Task {
-    /// `labels` if `label_separator` is given or the target holds lists of texts; `classes` if `classes` are given, or if the first rows have text or at most 20 distinct whole numbers, each
-    /// twice on average; otherwise `values`.
+    /// `labels` if `label_separator` is given or the target holds lists of texts; `classes` if `classes` are given, or
+    /// if the first rows have text or at most 20 distinct whole numbers, each twice on average; otherwise `values`.
     #[default]
     Auto,
     /// Classification: one class per row.

@@ -191,6 +191,9 @@ pub(super) const KEYS: &[(&str, &str, &str)] = &[
     ),
     ("stop.min_delta", "", "early_stopping_threshold early_stopping_min_delta tol"),
     ("stop.max_minutes", "", "max_time time_limit"),
+    ("prune.initial", "", "initial_sparsity"),
+    ("prune.final", "", "final_sparsity target_sparsity sparsity amount"),
+    ("prune.every_steps", "", "frequency pruning_frequency update_frequency"),
     ("log.every_steps", "", "logging_steps log_every_n_steps log_interval log_every logging_interval"),
     ("log.tensorboard", "", "tensorboard_dir use_tensorboard"),
     ("log.mlflow", "", "mlflow_uri mlflow_tracking_uri tracking_uri"),
@@ -212,6 +215,7 @@ pub(super) const TABLES: &[(&str, &str)] = &[
     ("eval", "evaluation validation validate metrics"),
     ("checkpoint", "checkpointing model_checkpoint save saving"),
     ("stop", "early_stopping earlystopping early_stop"),
+    ("prune", "pruning pruner sparsity"),
     ("log", "logging logger loggers"),
     ("memory", "hardware resources"),
 ];

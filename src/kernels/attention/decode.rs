@@ -111,8 +111,8 @@ impl DecodeKernel<'_> {
         Ok(capacity)
     }
 
-    /// The reference implementation, in candle operations on views of the cache. It appends too. Half types are computed in
-    /// f32, as by the kernels.
+    /// The reference implementation, in candle operations on views of the cache. It appends too. Half types are
+    /// computed in f32, as by the kernels.
     pub fn reference(&self, qkv: &Tensor, keys: &Tensor, values: &Tensor) -> Result<Tensor> {
         let AttentionDims { length, heads, kv_heads, head_dim } = self.dims;
         let group = heads / kv_heads;

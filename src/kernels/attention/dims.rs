@@ -139,7 +139,11 @@ mod tests {
 
     proptest! {
         #[test]
-        fn samples_at_once_fit_and_make_up_the_batch(length in 1usize..5000, heads in 1usize..65, batch in 1usize..2000) {
+        fn samples_at_once_fit_and_make_up_the_batch(
+            length in 1usize..5000,
+            heads in 1usize..65,
+            batch in 1usize..2000,
+        ) {
             let sizes = AttentionDims { length, heads, kv_heads: heads, head_dim: 64 };
             let n = sizes.samples_per_call(batch);
             prop_assert!((1..=batch).contains(&n));

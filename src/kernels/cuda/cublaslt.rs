@@ -7,6 +7,10 @@ use candle_core::cuda_backend::CudaDevice;
 use candle_core::{DType, Result, Tensor};
 
 use super::{RawStream, check_status, dtype_code, pointer, pointer_or_null, scratch, stream};
+use crate::kernels::kernel_timer;
+
+/// The name of GEMMs in a profile, as on the CPU.
+const GEMM: &str = "matmul";
 
 /// Size in bytes of the workspace that all GEMMs of a GPU share: what cuBLAS recommends for Hopper. The memory plan
 /// counts it as `memory::estimate::GEMM_WORKSPACE_BYTES`.
@@ -90,6 +94,7 @@ fn split_point(size: usize) -> Option<usize> {
 /// `out = epilogue(a b + addend)`. `out` is row-major with rows `stride` values apart, in the operands' dtype or in
 /// f32.
 pub fn matmul(out: &GpuMat, a: GpuMat, b: GpuMat, addend: Addend, epilogue: Epilogue) -> Result<()> {
+    let _scope = kernel_timer::enter(GEMM);
     let plain = matches!(epilogue, Epilogue::Identity) && !matches!(addend, Addend::Matrix(_));
     let is_aligned = |mat: &GpuMat| mat.stride.is_multiple_of(8);
     if plain && let Some(at) = split_point(out.cols).filter(|_| is_aligned(out)) {

@@ -13,6 +13,9 @@
 
 #include "type.h"
 
+// As `kernels::grid` in Rust, which says why it is a constant.
+constexpr int GRID_SMS = 132;
+
 using bf16 = __nv_bfloat16;
 using f16 = __half;
 

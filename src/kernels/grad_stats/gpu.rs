@@ -67,6 +67,7 @@ impl DeviceGradStats {
         grads: &Tensor,
         config: &GradStatsConfig,
     ) -> Result<PendingGradStats> {
+        let _scope = crate::kernels::kernel_timer::enter(module_path!());
         let slot = &self.slots[self.next];
         self.next ^= 1;
         let Some(device) = crate::kernels::cuda::device_of(grads) else {

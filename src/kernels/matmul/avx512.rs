@@ -335,7 +335,16 @@ mod tests {
         /// Against f64 sums, over every layout of the operands, odd sizes and strides; padding between rows of the
         /// result must stay untouched.
         #[test]
-        fn products_are_right(m in 1usize..150, k in 1usize..600, n in 1usize..150, turn_a: bool, turn_b: bool, add: bool, gap in 0usize..9, threads in 1usize..5) {
+        fn products_are_right(
+            m in 1usize..150,
+            k in 1usize..600,
+            n in 1usize..150,
+            turn_a: bool,
+            turn_b: bool,
+            add: bool,
+            gap in 0usize..9,
+            threads in 1usize..5,
+        ) {
             if dispatch() < Dispatch::Avx512 {
                 println!("skipped: the dispatch is {:?}", dispatch());
                 return Ok(());
@@ -350,7 +359,11 @@ mod tests {
             let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
             // SAFETY: as above.
             pool.install(|| unsafe { gemm_parallel(&mut parallel, stride, x, y, add) });
-            prop_assert!(out.iter().zip(&parallel).all(|(a, b)| a.to_bits() == b.to_bits()), "bits of {} threads", threads);
+            prop_assert!(
+                out.iter().zip(&parallel).all(|(a, b)| a.to_bits() == b.to_bits()),
+                "bits of {} threads",
+                threads
+            );
             let at = |m: &MatView<f32>, i: usize, j: usize| m.data[i * m.row_stride + j * m.col_stride] as f64;
             for i in 0..m {
                 for j in 0..stride {

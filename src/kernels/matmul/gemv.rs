@@ -1,6 +1,6 @@
 //! `out = a b` for a few rows of `a`, as when a model generates one token at a time. Every weight is read once and used
-//! once, so memory bandwidth decides: the kernel reads `b` as it is stored, in its own type and order, and neither packs
-//! nor converts it. A GEMM would do both, at several times the traffic.
+//! once, so memory bandwidth decides: the kernel reads `b` as it is stored, in its own type and order, and neither
+//! packs nor converts it. A GEMM would do both, at several times the traffic.
 //!
 //! Each output is summed in an order that depends on the sizes alone. How outputs are divided among threads changes
 //! nothing.
@@ -21,8 +21,8 @@ pub(super) const MAX_ROWS: usize = 4;
 const SERIAL_WEIGHTS: usize = 1 << 15;
 /// Weights per task at least, where the columns of `b` are contiguous.
 const TASK_WEIGHTS: usize = 1 << 14;
-/// Columns of a task at most, where the rows of `b` are contiguous. Their sums stay in the L1 cache; the longer the part
-/// of a row that is read, the better the hardware prefetches it.
+/// Columns of a task at most, where the rows of `b` are contiguous. Their sums stay in the L1 cache; the longer the
+/// part of a row that is read, the better the hardware prefetches it.
 const COLUMNS: usize = 1024;
 /// Rows of the transposed `b` that are summed at once, so that additions do not wait for one another.
 const DOTS: usize = 4;
@@ -33,8 +33,8 @@ thread_local! {
     static ENABLED: Cell<bool> = const { Cell::new(false) };
 }
 
-/// While it lives, this thread multiplies a few rows with this kernel. Training does without it: it sums in another order
-/// than a GEMM, and a micro-batch of four samples should round like one of forty.
+/// While it lives, this thread multiplies a few rows with this kernel. Training does without it: it sums in another
+/// order than a GEMM, and a micro-batch of four samples should round like one of forty.
 pub struct GemvScope {
     outer: bool,
 }

@@ -5,10 +5,12 @@ use std::ffi::{c_int, c_void};
 use candle_core::{DType, Result, Tensor, bail};
 
 use crate::kernels::cuda::{self, RawStream, check_status, dtype_code, pointer, stream};
+use crate::kernels::kernel_timer;
 
 /// Looks up `bytes` (..., channels) in f32 `tables` (channels, 256) and writes the values, rounded to the type of
 /// `values`.
 pub fn expand(bytes: &Tensor, tables: &Tensor, values: &Tensor) -> Result<()> {
+    let _scope = kernel_timer::enter(module_path!());
     let (Some(device), (channels, 256)) = (cuda::device_of(bytes), tables.dims2()?) else {
         bail!("pixel_lut: want (channels, 256) on CUDA, got {:?} on {:?}", tables.dims(), bytes.device())
     };

@@ -191,7 +191,10 @@ mod tests {
         /// A traced pass runs from its arena at the same addresses every time and stays within it; tensors that outlive
         /// the pass are not placed in the arena.
         #[test]
-        fn passes_are_served_from_their_arena(sizes in prop::collection::vec((1u64..20_000, any::<bool>()), 1..40), others in prop::collection::vec(1u64..9000, 0..10)) {
+        fn passes_are_served_from_their_arena(
+            sizes in prop::collection::vec((1u64..20_000, any::<bool>()), 1..40),
+            others in prop::collection::vec(1u64..9000, 0..10),
+        ) {
             let mut heap = heap(4096);
             let run = |heap: &mut DeviceHeap<FakeBacking>| -> Vec<u64> {
                 let mut kept = Vec::new();

@@ -1,5 +1,5 @@
-//! What a page shows of the best evaluation of a run: confusion and calibration of classes, F1 of labels, residuals of a
-//! regression. Numbers are in the text; colours repeat them.
+//! What a page shows of the best evaluation of a run: confusion and calibration of classes, F1 of labels, residuals of
+//! a regression. Numbers are in the text; colours repeat them.
 
 use std::fmt::Write;
 use std::io;

@@ -1,5 +1,5 @@
-//! Memory at a peak, planned or reserved, as an icicle: spaces, roles, and parts by their dotted names. Nested boxes whose widths
-//! are their bytes; a script lets one click into a box, and without it all of them can be read.
+//! Memory at a peak, planned or reserved, as an icicle: spaces, roles, and parts by their dotted names. Nested boxes
+//! whose widths are their bytes; a script lets one click into a box, and without it all of them can be read.
 
 use std::fmt::Write;
 

@@ -77,8 +77,8 @@ fn space_html(space: &LedgerSnapshot) -> io::Result<String> {
     ))
 }
 
-/// The bytes of each role over time. Of the changes in a short time, the moment with the most bytes is drawn, so that the
-/// peak is exact.
+/// The bytes of each role over time. Of the changes in a short time, the moment with the most bytes is drawn, so that
+/// the peak is exact.
 fn chart(space: &LedgerSnapshot) -> StackedArea {
     let mut held: BTreeMap<Role, u64> = BTreeMap::new();
     for holder in &space.holders {

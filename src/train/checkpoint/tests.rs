@@ -59,7 +59,7 @@ fn state(step: u64) -> CheckpointState {
 }
 
 fn tensors<'a>(store: &'a ParamStore, optimizer: &'a Optimizer) -> CheckpointTensors<'a> {
-    CheckpointTensors { store, optimizer, average: None }
+    CheckpointTensors { store, optimizer, average: None, mask: None }
 }
 
 fn values(store: &ParamStore) -> Vec<f32> {

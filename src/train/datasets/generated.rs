@@ -3,49 +3,74 @@
 use std::sync::Arc;
 
 use super::images::augment;
-use super::{Datasets, Failure};
+use super::inference::{Samples, TrainedOn};
+use super::{Datasets, Failure, Source, context, generated_inputs, readers};
+use crate::data::fingerprint::FingerprintInput;
 use crate::data::shapes::ShapesDataset;
 use crate::data::split::DatasetSplit;
 use crate::data::transforms::Augmentation;
 use crate::data::{Dataset, DatasetContext, sequences};
-use crate::job;
+use crate::job::{self, Job};
 
-pub(super) fn shapes(
-    s: &job::ShapesConfig,
-    readers: usize,
-    opening: &DatasetContext,
-) -> Result<Datasets, Failure> {
-    let part = |samples: usize, part| ShapesDataset::new(s.image_size, samples as u64, opening.seed, part);
-    let train = part(s.train_samples, DatasetSplit::Train)?.augmented(augment(&s.augment), readers)?;
-    let test = (s.test_samples > 0).then(|| part(s.test_samples, DatasetSplit::Test)).transpose()?;
-    let valid = part(s.valid_samples, DatasetSplit::Valid)?;
-    Datasets::new(train, valid, test).with_mixing(&s.augment, readers, opening)
+impl Source for job::ShapesConfig {
+    fn open(&self, job: &Job, opening: &DatasetContext) -> Result<Datasets, Failure> {
+        let (size, readers) = (self.image_size, readers(job));
+        let part = |samples: usize, part| ShapesDataset::new(size, samples as u64, opening.seed, part);
+        let train =
+            part(self.train_samples, DatasetSplit::Train)?.augmented(augment(&self.augment), readers)?;
+        let test =
+            (self.test_samples > 0).then(|| part(self.test_samples, DatasetSplit::Test)).transpose()?;
+        let valid = part(self.valid_samples, DatasetSplit::Valid)?;
+        Datasets::new(train, valid, test).with_mixing(&self.augment, readers, opening)
+    }
+
+    fn inputs(&self, job: &Job) -> Result<Vec<FingerprintInput>, Failure> {
+        Ok(generated_inputs(job))
+    }
+
+    fn open_trained(
+        &self,
+        trained: &TrainedOn,
+        samples: Samples,
+        augmentation: Augmentation,
+        opening: &DatasetContext,
+    ) -> Result<Arc<dyn Dataset>, Failure> {
+        let set = samples.set();
+        let samples = match set {
+            DatasetSplit::Train => self.train_samples,
+            DatasetSplit::Valid => self.valid_samples,
+            DatasetSplit::Test => self.test_samples,
+        };
+        let images = ShapesDataset::new(self.image_size, samples as u64, opening.seed, set)?;
+        Ok(Arc::new(images.augmented(augmentation, readers(trained.job))?))
+    }
 }
 
-/// One set, augmented for test time.
-pub(super) fn shapes_set(
-    s: &job::ShapesConfig,
-    set: DatasetSplit,
-    readers: usize,
-    augmentation: Augmentation,
-    opening: &DatasetContext,
-) -> Result<Arc<dyn Dataset>, Failure> {
-    let samples = match set {
-        DatasetSplit::Train => s.train_samples,
-        DatasetSplit::Valid => s.valid_samples,
-        DatasetSplit::Test => s.test_samples,
-    };
-    let images = ShapesDataset::new(s.image_size, samples as u64, opening.seed, set)?;
-    Ok(Arc::new(images.augmented(augmentation, readers)?))
-}
+impl Source for job::TextSyntheticConfig {
+    fn open(&self, job: &Job, opening: &DatasetContext) -> Result<Datasets, Failure> {
+        let context = context(job)?;
+        let part = |samples: usize, part| {
+            let samples = samples as u64;
+            sequences::SequenceDataset::new(samples, context, self.vocab, self.classes, opening.seed, part)
+        };
+        Ok(Datasets::new(
+            part(self.train_samples, DatasetSplit::Train),
+            part(self.valid_samples, DatasetSplit::Valid),
+            (self.test_samples > 0).then(|| part(self.test_samples, DatasetSplit::Test)),
+        ))
+    }
 
-pub(super) fn sequences(s: &job::TextSyntheticConfig, context: usize, opening: &DatasetContext) -> Datasets {
-    let part = |samples: usize, part| {
-        sequences::SequenceDataset::new(samples as u64, context, s.vocab, s.classes, opening.seed, part)
-    };
-    Datasets::new(
-        part(s.train_samples, DatasetSplit::Train),
-        part(s.valid_samples, DatasetSplit::Valid),
-        (s.test_samples > 0).then(|| part(s.test_samples, DatasetSplit::Test)),
-    )
+    fn inputs(&self, job: &Job) -> Result<Vec<FingerprintInput>, Failure> {
+        Ok(generated_inputs(job))
+    }
+
+    fn open_trained(
+        &self,
+        trained: &TrainedOn,
+        samples: Samples,
+        _augmentation: Augmentation,
+        opening: &DatasetContext,
+    ) -> Result<Arc<dyn Dataset>, Failure> {
+        self.open(trained.job, opening)?.into_set(samples.set())
+    }
 }

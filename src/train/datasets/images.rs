@@ -3,8 +3,8 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use super::inference::Samples;
-use super::{Datasets, Failure};
+use super::inference::{Samples, TrainedOn};
+use super::{Datasets, Failure, Source, readers, split_settings};
 use crate::base::features::TargetSpec;
 use crate::base::units::counted;
 use crate::data::fingerprint::FingerprintInput;
@@ -12,28 +12,65 @@ use crate::data::idx::{self, IdxDataset};
 use crate::data::images::{
     self, ClassNames, ImageDataset, ImageFiles, ImageOptions, LabelColumns, TarShards,
 };
-use crate::data::split::{self, SplitPlan, SplitSettings, Subset, TrainFiles};
+use crate::data::split::{self, SplitPlan, Subset, TrainFiles};
 use crate::data::streaming::{SEQUENTIAL_WINDOW_BYTES, StreamingDataset};
 use crate::data::transforms::mix::{MixOptions, MixedDataset};
 use crate::data::transforms::{
-    self, ColorJitter, Normalise, Pipeline, RandAugment, RandomAffine, RandomBlur, RandomErasing,
-    RandomResizedCrop, ResizeMode,
+    self, Augmentation, ColorJitter, Normalise, Pipeline, RandAugment, RandomAffine, RandomBlur,
+    RandomErasing, RandomResizedCrop, ResizeMode,
 };
 use crate::data::{DataError, Dataset, DatasetContext, TestSet};
-use crate::job::{self, NormalizePreset, OneOrMany};
+use crate::job::{self, Job, NormalizePreset, OneOrMany};
 
-pub(super) fn idx(s: &job::IdxConfig, readers: usize, opening: &DatasetContext) -> Result<Datasets, Failure> {
-    let other =
-        |images, labels| open_idx(s, images, labels, transforms::Augmentation::default(), readers, opening);
-    // First and not at the same time as the others: compressed images are read into memory.
-    let test = match (&s.test_images, &s.test_labels) {
-        (Some(images), Some(labels)) => Some(TestSet::Closed { samples: other(images, labels)?.len() }),
-        _ => None,
-    };
-    let train = open_idx(s, &s.train_images, &s.train_labels, augment(&s.augment), readers, opening)?;
-    let valid = other(&s.valid_images, &s.valid_labels)?;
-    let sets = Datasets { train: Arc::new(train), valid: Arc::new(valid), test };
-    sets.with_mixing(&s.augment, readers, opening)
+impl Source for job::IdxConfig {
+    fn open(&self, job: &Job, opening: &DatasetContext) -> Result<Datasets, Failure> {
+        let readers = readers(job);
+        let other = |images, labels| {
+            open_idx(self, images, labels, transforms::Augmentation::default(), readers, opening)
+        };
+        // First and not at the same time as the others: compressed images are read into memory.
+        let test = match (&self.test_images, &self.test_labels) {
+            (Some(images), Some(labels)) => Some(TestSet::Closed { samples: other(images, labels)?.len() }),
+            _ => None,
+        };
+        let augmentation = augment(&self.augment);
+        let train = open_idx(self, &self.train_images, &self.train_labels, augmentation, readers, opening)?;
+        let valid = other(&self.valid_images, &self.valid_labels)?;
+        let sets = Datasets { train: Arc::new(train), valid: Arc::new(valid), test };
+        sets.with_mixing(&self.augment, readers, opening)
+    }
+
+    fn inputs(&self, _job: &Job) -> Result<Vec<FingerprintInput>, Failure> {
+        let train = [("data.train_images", &self.train_images), ("data.train_labels", &self.train_labels)];
+        let valid = [("data.valid_images", &self.valid_images), ("data.valid_labels", &self.valid_labels)];
+        let test = self.test_images.iter().map(|file| ("data.test_images", file));
+        let test = test.chain(self.test_labels.iter().map(|file| ("data.test_labels", file)));
+        let files = train.into_iter().chain(valid).chain(test);
+        Ok(files.map(|(key, file)| FingerprintInput::file(key, file)).collect())
+    }
+
+    /// Images and labels in idx files: pairs of files, images first.
+    fn open_trained(
+        &self,
+        trained: &TrainedOn,
+        samples: Samples,
+        augmentation: Augmentation,
+        opening: &DatasetContext,
+    ) -> Result<Arc<dyn Dataset>, Failure> {
+        let files = match samples {
+            Samples::Set(_) => unreachable!("every set of idx files has files of its own"),
+            Samples::Labelled(files) | Samples::Unlabelled(files) => files,
+        };
+        let [images, labels] = files else {
+            return Err(DataError::InvalidSetting {
+                name: "data",
+                value: counted(files.len() as u64, "file"),
+                expected: "an idx file of images and one of their labels",
+            }
+            .into());
+        };
+        Ok(Arc::new(open_idx(self, images, labels, augmentation, readers(trained.job), opening)?))
+    }
 }
 
 fn open_idx(
@@ -55,26 +92,6 @@ fn open_idx(
     })
 }
 
-pub(super) fn idx_inputs(s: &job::IdxConfig) -> Vec<FingerprintInput> {
-    let train = [("data.train_images", &s.train_images), ("data.train_labels", &s.train_labels)];
-    let valid = [("data.valid_images", &s.valid_images), ("data.valid_labels", &s.valid_labels)];
-    let test = s.test_images.iter().map(|file| ("data.test_images", file));
-    let test = test.chain(s.test_labels.iter().map(|file| ("data.test_labels", file)));
-    let files = train.into_iter().chain(valid).chain(test);
-    files.map(|(key, file)| FingerprintInput::file(key, file)).collect()
-}
-
-pub(super) fn inputs(s: &job::ImagesConfig) -> Result<Vec<FingerprintInput>, Failure> {
-    let columns = columns(s);
-    let mut inputs = Vec::new();
-    let files =
-        [(super::TRAIN, &s.files.train), (super::VALID, &s.files.valid), (super::TEST, &s.files.test)];
-    for (key, files) in files {
-        inputs.extend(images::fingerprint_inputs(key, files, &columns)?);
-    }
-    Ok(inputs)
-}
-
 fn columns(s: &job::ImagesConfig) -> LabelColumns {
     LabelColumns {
         path: s.path_column.clone(),
@@ -83,36 +100,79 @@ fn columns(s: &job::ImagesConfig) -> LabelColumns {
     }
 }
 
-pub(super) fn images(
-    s: &job::ImagesConfig,
-    split: &SplitSettings,
-    readers: usize,
-    opening: &DatasetContext,
-) -> Result<Datasets, Failure> {
-    let eval_pipeline = eval_pipeline(s)?;
-    let train_pipeline = eval_pipeline.clone().augmented(augment(&s.augment))?;
-    let open = |files: &[PathBuf], classes: Option<&ClassNames>| {
-        ImageFiles::open(files, image_options(s, readers), classes, opening).map(Arc::new)
-    };
-    let train_files = open(&s.files.train, None)?;
-    let own = |files: &[PathBuf]| match files {
-        [] => Ok::<_, DataError>(None),
-        files => {
-            let files = open(files, Some(train_files.names()))?;
-            Ok(Some(dataset(files, &eval_pipeline, SEQUENTIAL_WINDOW_BYTES)))
+impl Source for job::ImagesConfig {
+    fn open(&self, job: &Job, opening: &DatasetContext) -> Result<Datasets, Failure> {
+        let (files, readers) = (&self.files, readers(job));
+        let split = &split_settings(job, files);
+        let eval_pipeline = eval_pipeline(self)?;
+        let train_pipeline = eval_pipeline.clone().augmented(augment(&self.augment))?;
+        let open = |files: &[PathBuf], classes: Option<&ClassNames>| {
+            ImageFiles::open(files, image_options(self, readers), classes, opening).map(Arc::new)
+        };
+        let train_files = open(&files.train, None)?;
+        let own = |files: &[PathBuf]| match files {
+            [] => Ok::<_, DataError>(None),
+            files => {
+                let files = open(files, Some(train_files.names()))?;
+                Ok(Some(dataset(files, &eval_pipeline, SEQUENTIAL_WINDOW_BYTES)))
+            }
+        };
+        let (valid, test) = (own(&files.valid)?, own(&files.test)?);
+        let plan = match split.is_whole() {
+            true => None,
+            false => Some(SplitPlan::new(train_files.len(), split, Some(train_files.as_ref()), opening)?),
+        };
+        // Only the training set is augmented.
+        let files = TrainFiles {
+            train: dataset(train_files.clone(), &train_pipeline, opening.shuffle_buffer),
+            others: dataset(train_files, &eval_pipeline, SEQUENTIAL_WINDOW_BYTES),
+        };
+        split::job_datasets(files, plan, valid, test).with_mixing(&self.augment, readers, opening)
+    }
+
+    fn inputs(&self, _job: &Job) -> Result<Vec<FingerprintInput>, Failure> {
+        let columns = columns(self);
+        let files = &self.files;
+        let mut inputs = Vec::new();
+        for (key, files) in
+            [(super::TRAIN, &files.train), (super::VALID, &files.valid), (super::TEST, &files.test)]
+        {
+            inputs.extend(images::fingerprint_inputs(key, files, &columns)?);
         }
-    };
-    let (valid, test) = (own(&s.files.valid)?, own(&s.files.test)?);
-    let plan = match split.is_whole() {
-        true => None,
-        false => Some(SplitPlan::new(train_files.len(), split, Some(train_files.as_ref()), opening)?),
-    };
-    // Only the training set is augmented.
-    let files = TrainFiles {
-        train: dataset(train_files.clone(), &train_pipeline, opening.shuffle_buffer),
-        others: dataset(train_files, &eval_pipeline, SEQUENTIAL_WINDOW_BYTES),
-    };
-    split::job_datasets(files, plan, valid, test).with_mixing(&s.augment, readers, opening)
+        Ok(inputs)
+    }
+
+    /// Images of the model's classes.
+    fn open_trained(
+        &self,
+        trained: &TrainedOn,
+        samples: Samples,
+        augmentation: Augmentation,
+        opening: &DatasetContext,
+    ) -> Result<Arc<dyn Dataset>, Failure> {
+        let target = &trained.preprocessing.features.target;
+        let multi_label = matches!(target, TargetSpec::MultiLabel { .. });
+        let options = ImageOptions { multi_label, ..image_options(self, readers(trained.job)) };
+        let pipeline = eval_pipeline(self)?.augmented(augmentation)?;
+        let classes = ClassNames::from_names(target.names());
+        let labelled = |files: &[PathBuf]| {
+            ImageFiles::open(files, options.clone(), Some(&classes), opening).map(Arc::new)
+        };
+        let set = |files: Arc<ImageFiles>| dataset(files, &pipeline, SEQUENTIAL_WINDOW_BYTES);
+        match samples {
+            Samples::Labelled(files) => Ok(set(labelled(files)?)),
+            Samples::Set(part) => {
+                let files = labelled(&self.files.train)?;
+                let split = split_settings(trained.job, &self.files);
+                let plan = SplitPlan::new(files.len(), &split, Some(files.as_ref()), opening)?;
+                Ok(Arc::new(Subset::alone(set(files), plan, part)))
+            }
+            Samples::Unlabelled(files) => {
+                let files = ImageFiles::open_unlabelled(files, options.clone(), &classes, opening)?;
+                Ok(dataset(Arc::new(files), &pipeline, SEQUENTIAL_WINDOW_BYTES))
+            }
+        }
+    }
 }
 
 /// The normalization of images from files.
@@ -154,53 +214,6 @@ fn dataset(files: Arc<ImageFiles>, pipeline: &Pipeline, buffer: u64) -> Arc<dyn 
         true => Arc::new(StreamingDataset::new(Arc::new(TarShards::new(files, pipeline.clone())), buffer)),
         false => Arc::new(ImageDataset::new(files, pipeline.clone())),
     }
-}
-
-/// Images for a trained model with these classes, augmented for test time.
-pub(super) fn open_trained(
-    s: &job::ImagesConfig,
-    (target, split): (&TargetSpec, &SplitSettings),
-    readers: usize,
-    (samples, augmentation): (Samples, transforms::Augmentation),
-    opening: &DatasetContext,
-) -> Result<Arc<dyn Dataset>, Failure> {
-    let multi_label = matches!(target, TargetSpec::MultiLabel { .. });
-    let options = ImageOptions { multi_label, ..image_options(s, readers) };
-    let pipeline = eval_pipeline(s)?.augmented(augmentation)?;
-    let classes = ClassNames::from_names(target.names());
-    let labelled =
-        |files: &[PathBuf]| ImageFiles::open(files, options.clone(), Some(&classes), opening).map(Arc::new);
-    let set = |files: Arc<ImageFiles>| dataset(files, &pipeline, SEQUENTIAL_WINDOW_BYTES);
-    match samples {
-        Samples::Labelled(files) => Ok(set(labelled(files)?)),
-        Samples::Set(part) => {
-            let files = labelled(&s.files.train)?;
-            let plan = SplitPlan::new(files.len(), split, Some(files.as_ref()), opening)?;
-            Ok(Arc::new(Subset::alone(set(files), plan, part)))
-        }
-        Samples::Unlabelled(files) => {
-            let files = ImageFiles::open_unlabelled(files, options.clone(), &classes, opening)?;
-            Ok(dataset(Arc::new(files), &pipeline, SEQUENTIAL_WINDOW_BYTES))
-        }
-    }
-}
-
-/// Images and labels in idx files: pairs of files, images first.
-pub(super) fn open_trained_idx(
-    s: &job::IdxConfig,
-    readers: usize,
-    (files, augmentation): (&[PathBuf], transforms::Augmentation),
-    opening: &DatasetContext,
-) -> Result<Arc<dyn Dataset>, Failure> {
-    let [images, labels] = files else {
-        return Err(DataError::InvalidSetting {
-            name: "data",
-            value: counted(files.len() as u64, "file"),
-            expected: "an idx file of images and one of their labels",
-        }
-        .into());
-    };
-    Ok(Arc::new(open_idx(s, images, labels, augmentation, readers, opening)?))
 }
 
 impl Datasets {

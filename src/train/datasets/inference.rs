@@ -4,7 +4,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use super::{Datasets, Failure, generated, images, language, readers, split_settings, tables};
+use super::{Datasets, Failure, images, source_of, split_settings};
 use crate::data::preprocessing::Preprocessing;
 use crate::data::split::DatasetSplit;
 use crate::data::transforms::Augmentation;
@@ -37,25 +37,36 @@ pub enum TestTimeAugmentation {
 
 impl Samples<'_> {
     /// The set of the datasets that were opened for these samples.
-    fn set(self) -> DatasetSplit {
+    pub(super) fn set(self) -> DatasetSplit {
         match self {
             Samples::Set(set) => set,
             Samples::Labelled(_) | Samples::Unlabelled(_) => DatasetSplit::Valid,
         }
     }
+
+    /// Puts the files of these samples in place of a job's. The training files are needed only if the set is a part of
+    /// them.
+    pub(super) fn replace_files(self, files: &mut job::FilesConfig) {
+        match self {
+            Samples::Labelled(own) | Samples::Unlabelled(own) => *files = job::FilesConfig::only(own),
+            Samples::Set(_) => {}
+        }
+    }
 }
 
 impl Datasets {
-    fn into_set(self, set: DatasetSplit) -> Arc<dyn Dataset> {
+    pub(super) fn into_set(self, set: DatasetSplit) -> Result<Arc<dyn Dataset>, Failure> {
         match (set, self.test) {
-            (DatasetSplit::Train, _) => self.train,
-            (DatasetSplit::Test, Some(TestSet::Open(test))) => test,
-            (DatasetSplit::Test, _) => {
-                unreachable!("files were opened, and a job without a test set refused, before")
-            }
-            (DatasetSplit::Valid, _) => self.valid,
+            (DatasetSplit::Train, _) => Ok(self.train),
+            (DatasetSplit::Test, Some(TestSet::Open(test))) => Ok(test),
+            (DatasetSplit::Test, _) => Err(no_test_set("the run has no test set")),
+            (DatasetSplit::Valid, _) => Ok(self.valid),
         }
     }
+}
+
+fn no_test_set(expected: &'static str) -> Failure {
+    DataError::InvalidSetting { name: "--split", value: "test".into(), expected }.into()
 }
 
 /// A trained model, as far as its data is concerned.
@@ -71,7 +82,9 @@ impl TrainedOn<'_> {
     /// Opens the samples; each is there as often as it has views, one after the other.
     pub fn open(&self, samples: Samples, opening: &DatasetContext) -> Result<Arc<dyn Dataset>, Failure> {
         let (views, augmentation) = self.views()?;
-        let dataset = self.open_augmented(samples, augmentation, opening)?;
+        let own_files = self.own_files(samples)?;
+        let samples = own_files.as_deref().map_or(samples, Samples::Labelled);
+        let dataset = source_of(self.job).open_trained(self, samples, augmentation, opening)?;
         Ok(if views == 1 { dataset } else { Arc::new(TestTimeViews::new(dataset, views)) })
     }
 
@@ -101,60 +114,10 @@ impl TrainedOn<'_> {
         Ok((views, Augmentation { plain_first_view: true, ..augmentation }))
     }
 
-    fn open_augmented(
-        &self,
-        samples: Samples,
-        augmentation: Augmentation,
-        opening: &DatasetContext,
-    ) -> Result<Arc<dyn Dataset>, Failure> {
-        let job = self.job;
-        let own_files = self.own_files(samples)?;
-        let samples = own_files.as_deref().map_or(samples, Samples::Labelled);
-        if let Some(table) = tables::TableSource::of(job) {
-            return table.open_trained(self.schema()?, samples, opening);
-        }
-        match &job.data.source {
-            SourceConfig::Csv(_) | SourceConfig::Json(_) | SourceConfig::Parquet(_) => {
-                unreachable!("a table was opened above")
-            }
-            SourceConfig::Images(s) => {
-                let split = split_settings(&job.data.source, &s.files);
-                let target = &self.preprocessing.features.target;
-                images::open_trained(s, (target, &split), readers(job), (samples, augmentation), opening)
-            }
-            SourceConfig::Idx(s) => match samples {
-                Samples::Set(_) => unreachable!("every set of idx files has files of its own"),
-                Samples::Labelled(files) | Samples::Unlabelled(files) => {
-                    images::open_trained_idx(s, readers(job), (files, augmentation), opening)
-                }
-            },
-            SourceConfig::Text(_) | SourceConfig::Tokens(_) | SourceConfig::Jsonl(_) => {
-                let job = self.language_job(samples);
-                let sets = match &job.data.source {
-                    SourceConfig::Jsonl(s) => {
-                        let (loading, context) = (&job.data.loader, super::context(&job)?);
-                        let target = Some(&self.preprocessing.features.target);
-                        let target = (target, matches!(samples, Samples::Unlabelled(_)));
-                        let split = split_settings(&job.data.source, &s.files);
-                        language::jsonl_with_target(s, split, loading, context, target, opening)?
-                    }
-                    _ => Datasets::open(&job, opening)?,
-                };
-                Ok(sets.into_set(samples.set()))
-            }
-            SourceConfig::Shapes(s) => {
-                generated::shapes_set(s, samples.set(), readers(job), augmentation, opening)
-            }
-            SourceConfig::TextSynthetic(_) => Ok(Datasets::open(job, opening)?.into_set(samples.set())),
-        }
-    }
-
     /// The files of a set, if the set is all of their samples. An error if the job has no such set.
     fn own_files(&self, samples: Samples) -> Result<Option<Vec<PathBuf>>, Failure> {
         let Samples::Set(set) = samples else { return Ok(None) };
-        let no_test = |expected| {
-            Err(DataError::InvalidSetting { name: "--split", value: "test".into(), expected }.into())
-        };
+        let no_test = |expected| Err(no_test_set(expected));
         let source = &self.job.data.source;
         Ok(match (source, source.files(), set) {
             (_, Some(files), DatasetSplit::Test) if !files.test.is_empty() => Some(files.test.clone()),
@@ -164,7 +127,7 @@ impl TrainedOn<'_> {
                 );
             }
             (_, Some(files), DatasetSplit::Valid) if !files.valid.is_empty() => Some(files.valid.clone()),
-            (_, Some(files), DatasetSplit::Train) if split_settings(source, files).is_whole() => {
+            (_, Some(files), DatasetSplit::Train) if split_settings(self.job, files).is_whole() => {
                 Some(files.train.clone())
             }
             (SourceConfig::Idx(s), ..) => match (set, &s.test_images, &s.test_labels) {
@@ -185,45 +148,18 @@ impl TrainedOn<'_> {
         })
     }
 
-    fn schema(&self) -> Result<&crate::data::table::TableSchema, Failure> {
+    /// How its table is encoded.
+    pub(super) fn schema(&self) -> Result<&crate::data::table::TableSchema, Failure> {
         self.preprocessing.table.as_ref().ok_or_else(|| Failure::UnusableCheckpoint {
             folder: PathBuf::new(),
             problem: "it does not say how its table is encoded".into(),
         })
     }
 
-    /// The job with the tokenizer of the checkpoint, on these files.
-    fn language_job(&self, samples: Samples) -> Job {
-        let mut job = self.job.clone();
-        let tokenizer = self.tokenizer.map(|file| file.to_string_lossy().into_owned());
-        // The training files are needed only if the set is a part of them.
-        let put_files = |of: &mut job::FilesConfig| match samples {
-            Samples::Labelled(files) | Samples::Unlabelled(files) => *of = job::FilesConfig::only(files),
-            Samples::Set(_) => {}
-        };
-        let put_tokenizer = |tokens: &mut String| match tokenizer {
-            Some(file) if tokens != "bytes" => *tokens = file,
-            _ => {}
-        };
-        match &mut job.data.source {
-            SourceConfig::Text(s) => {
-                put_files(&mut s.files);
-                put_tokenizer(&mut s.tokens);
-                s.windows = job::WindowMode::Fixed;
-            }
-            SourceConfig::Jsonl(s) => {
-                put_files(&mut s.files);
-                put_tokenizer(&mut s.tokens);
-                if let Some(template) = &self.preprocessing.template {
-                    s.template.clone_from(template);
-                }
-            }
-            SourceConfig::Tokens(s) => {
-                put_files(&mut s.files);
-                s.windows = job::WindowMode::Fixed;
-            }
-            _ => {}
+    /// Puts the checkpoint's tokenizer in place of the one that `data.tokens` names.
+    pub(super) fn replace_tokenizer(&self, tokens: &mut String) {
+        if let Some(file) = self.tokenizer.filter(|_| tokens != "bytes") {
+            *tokens = file.to_string_lossy().into_owned();
         }
-        job
     }
 }

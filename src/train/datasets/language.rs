@@ -1,9 +1,11 @@
 //! Language datasets from files: text, token ids and JSONL records.
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use super::super::setup::bad_record_policy;
-use super::{Datasets, Failure};
+use super::inference::{Samples, TrainedOn};
+use super::{Datasets, Failure, Source, context, file_inputs, split_settings};
 use crate::base::features::TargetSpec;
 use crate::base::regular_file;
 use crate::data::fingerprint::FingerprintInput;
@@ -11,74 +13,124 @@ use crate::data::language::token_storage::TokenWidth;
 use crate::data::language::token_windows::{WindowPlacement, WindowSets};
 use crate::data::language::tokenizer::{Separator, TokenizerSpec, settings_beside};
 use crate::data::language::{jsonl, text, token_files};
-use crate::data::split::SplitSettings;
-use crate::data::{DataError, DatasetContext};
-use crate::job;
+use crate::data::transforms::Augmentation;
+use crate::data::{DataError, Dataset, DatasetContext};
+use crate::job::{self, Job};
 
-pub(super) fn text(
-    s: &job::TextConfig,
-    split: SplitSettings,
-    context: usize,
-    opening: &DatasetContext,
-) -> Result<Datasets, Failure> {
-    let settings = text::TextSettings {
-        train: s.files.train.clone(),
-        valid: s.files.valid.clone(),
-        test: s.files.test.clone(),
-        split,
-        tokenizer: units(&s.tokens),
-        separator: separator(&s.separator),
-        context,
-        placement: placement(s.windows),
-    };
-    let WindowSets { train, valid, test } = text::open(&settings, opening)?;
-    Ok(Datasets::new(train, valid, test))
+const TOKENIZER: &str = "data.tokenizer";
+
+impl Source for job::TextConfig {
+    fn open(&self, job: &Job, opening: &DatasetContext) -> Result<Datasets, Failure> {
+        let settings = text::TextSettings {
+            train: self.files.train.clone(),
+            valid: self.files.valid.clone(),
+            test: self.files.test.clone(),
+            split: split_settings(job, &self.files),
+            tokenizer: units(&self.tokens),
+            separator: separator(&self.separator),
+            context: context(job)?,
+            placement: placement(self.windows),
+        };
+        let WindowSets { train, valid, test } = text::open(&settings, opening)?;
+        Ok(Datasets::new(train, valid, test))
+    }
+
+    fn inputs(&self, _job: &Job) -> Result<Vec<FingerprintInput>, Failure> {
+        Ok([file_inputs(&self.files)?, tokens_inputs(&self.tokens)].concat())
+    }
+
+    fn open_trained(
+        &self,
+        trained: &TrainedOn,
+        samples: Samples,
+        _augmentation: Augmentation,
+        opening: &DatasetContext,
+    ) -> Result<Arc<dyn Dataset>, Failure> {
+        let mut source = self.clone();
+        samples.replace_files(&mut source.files);
+        trained.replace_tokenizer(&mut source.tokens);
+        source.windows = job::WindowMode::Fixed;
+        source.open(trained.job, opening)?.into_set(samples.set())
+    }
 }
 
-pub(super) fn tokens(
-    s: &job::TokensConfig,
-    split: SplitSettings,
-    context: usize,
-    opening: &DatasetContext,
-) -> Result<Datasets, Failure> {
-    let settings = token_files::TokenFileSettings {
-        train: s.files.train.clone(),
-        valid: s.files.valid.clone(),
-        test: s.files.test.clone(),
-        split,
-        width: match s.dtype {
-            job::TokenDtype::Auto => None,
-            job::TokenDtype::U8 => Some(TokenWidth::U8),
-            job::TokenDtype::U16 => Some(TokenWidth::U16),
-            job::TokenDtype::U32 => Some(TokenWidth::U32),
-            job::TokenDtype::U64 => Some(TokenWidth::U64),
-        },
-        vocab: s.vocab,
-        tokenizer: s.tokenizer.clone(),
-        context,
-        placement: placement(s.windows),
-    };
-    let WindowSets { train, valid, test } = token_files::open(&settings, opening)?;
-    Ok(Datasets::new(train, valid, test))
+impl Source for job::TokensConfig {
+    fn open(&self, job: &Job, opening: &DatasetContext) -> Result<Datasets, Failure> {
+        let settings = token_files::TokenFileSettings {
+            train: self.files.train.clone(),
+            valid: self.files.valid.clone(),
+            test: self.files.test.clone(),
+            split: split_settings(job, &self.files),
+            width: match self.dtype {
+                job::TokenDtype::Auto => None,
+                job::TokenDtype::U8 => Some(TokenWidth::U8),
+                job::TokenDtype::U16 => Some(TokenWidth::U16),
+                job::TokenDtype::U32 => Some(TokenWidth::U32),
+                job::TokenDtype::U64 => Some(TokenWidth::U64),
+            },
+            vocab: self.vocab,
+            tokenizer: self.tokenizer.clone(),
+            context: context(job)?,
+            placement: placement(self.windows),
+        };
+        let WindowSets { train, valid, test } = token_files::open(&settings, opening)?;
+        Ok(Datasets::new(train, valid, test))
+    }
+
+    fn inputs(&self, _job: &Job) -> Result<Vec<FingerprintInput>, Failure> {
+        let tokenizer = self.tokenizer.iter().flat_map(|file| tokenizer_inputs(TOKENIZER, file));
+        Ok(file_inputs(&self.files)?.into_iter().chain(tokenizer).collect())
+    }
+
+    fn open_trained(
+        &self,
+        trained: &TrainedOn,
+        samples: Samples,
+        _augmentation: Augmentation,
+        opening: &DatasetContext,
+    ) -> Result<Arc<dyn Dataset>, Failure> {
+        let mut source = self.clone();
+        samples.replace_files(&mut source.files);
+        source.windows = job::WindowMode::Fixed;
+        source.open(trained.job, opening)?.into_set(samples.set())
+    }
 }
 
-pub(super) fn jsonl(
+impl Source for job::JsonlConfig {
+    fn open(&self, job: &Job, opening: &DatasetContext) -> Result<Datasets, Failure> {
+        open_jsonl(self, job, None, false, opening)
+    }
+
+    fn inputs(&self, _job: &Job) -> Result<Vec<FingerprintInput>, Failure> {
+        let more = [tokens_inputs(&self.tokens), template_inputs(&self.template)];
+        Ok([file_inputs(&self.files)?, more.concat()].concat())
+    }
+
+    fn open_trained(
+        &self,
+        trained: &TrainedOn,
+        samples: Samples,
+        _augmentation: Augmentation,
+        opening: &DatasetContext,
+    ) -> Result<Arc<dyn Dataset>, Failure> {
+        let mut source = self.clone();
+        samples.replace_files(&mut source.files);
+        trained.replace_tokenizer(&mut source.tokens);
+        if let Some(template) = &trained.preprocessing.template {
+            source.template.clone_from(template);
+        }
+        let (target, unlabelled) =
+            (&trained.preprocessing.features.target, matches!(samples, Samples::Unlabelled(_)));
+        open_jsonl(&source, trained.job, Some(target), unlabelled, opening)?.into_set(samples.set())
+    }
+}
+
+/// The sets of `s`, with the target of a trained model, if there is one. `unlabelled`: the records have no labels.
+fn open_jsonl(
     s: &job::JsonlConfig,
-    split: SplitSettings,
-    loading: &job::LoaderConfig,
-    context: usize,
-    opening: &DatasetContext,
-) -> Result<Datasets, Failure> {
-    jsonl_with_target(s, split, loading, context, (None, false), opening)
-}
-
-/// As [`jsonl`], with the target of a trained model, if there is one; and whether the records have no labels.
-pub(super) fn jsonl_with_target(
-    s: &job::JsonlConfig,
-    split: SplitSettings,
-    loading: &job::LoaderConfig,
-    context: usize,
-    (target, unlabelled): (Option<&TargetSpec>, bool),
+    job: &Job,
+    target: Option<&TargetSpec>,
+    unlabelled: bool,
     opening: &DatasetContext,
 ) -> Result<Datasets, Failure> {
     let list = |default: &str| {
@@ -106,7 +158,7 @@ pub(super) fn jsonl_with_target(
         train: s.files.train.clone(),
         valid: s.files.valid.clone(),
         test: s.files.test.clone(),
-        split,
+        split: split_settings(job, &s.files),
         tokenizer: units(&s.tokens),
         separator: separator(&s.separator),
         field: s.field.clone(),
@@ -121,25 +173,25 @@ pub(super) fn jsonl_with_target(
             job::TooLong::Split => jsonl::OverlongPolicy::Split,
             job::TooLong::Refuse => jsonl::OverlongPolicy::Reject,
         },
-        context,
-        on_bad: bad_record_policy(loading),
+        context: context(job)?,
+        on_bad: bad_record_policy(&job.data.loader),
     };
     Ok(jsonl::open(&settings, opening)?)
 }
 
 /// Fingerprint inputs of `data.tokens`: the tokenizer file, if it names one.
-pub(super) fn tokens_inputs(tokens: &str) -> Vec<FingerprintInput> {
+fn tokens_inputs(tokens: &str) -> Vec<FingerprintInput> {
     tokenizer_file(tokens).map_or_else(Vec::new, |file| tokenizer_inputs("data.tokens", &file))
 }
 
 /// A `tokenizer.json`, and the `tokenizer_config.json` published beside it.
-pub(super) fn tokenizer_inputs(key: &'static str, file: &Path) -> Vec<FingerprintInput> {
+fn tokenizer_inputs(key: &'static str, file: &Path) -> Vec<FingerprintInput> {
     let config = file.with_file_name("tokenizer_config.json");
     let config = config.exists().then_some(config);
     std::iter::once(file.to_owned()).chain(config).map(|file| FingerprintInput::file(key, file)).collect()
 }
 
-pub(super) fn template_inputs(template: &str) -> Vec<FingerprintInput> {
+fn template_inputs(template: &str) -> Vec<FingerprintInput> {
     let file = (!is_template(template)).then(|| FingerprintInput::file("data.template", template));
     file.into_iter().collect()
 }

@@ -1,5 +1,5 @@
 //! Opens the training, the validation and the test set that a job's `[data]` describes. One file per family of source
-//! kinds.
+//! kinds; `source_of` is the only list of them.
 
 mod generated;
 pub mod images;
@@ -10,11 +10,13 @@ pub mod tables;
 use std::path::PathBuf;
 use std::sync::Arc;
 
+use self::inference::{Samples, TrainedOn};
 use super::Failure;
 use crate::data::fingerprint::{FingerprintInput, InputKind};
 use crate::data::language::tokenizer::settings_files;
 use crate::data::split::{Fold, SplitMethod, SplitSettings, ValidSet};
-use crate::data::{DataError, Dataset, DatasetContext, TestSet, files, table};
+use crate::data::transforms::Augmentation;
+use crate::data::{DataError, Dataset, DatasetContext, TestSet, files};
 use crate::job::{self, Job, SplitKind};
 use crate::models::ModelError;
 
@@ -41,56 +43,49 @@ pub fn tokenizer_settings(job: &Job) -> Vec<PathBuf> {
     tokenizer.iter().flat_map(|file| settings_files(file)).collect()
 }
 
+/// A kind of `[data]`, implemented by its keys.
+trait Source {
+    /// Opens all sets.
+    fn open(&self, job: &Job, opening: &DatasetContext) -> Result<Datasets, Failure>;
+
+    /// Everything the samples are made from, for the data fingerprint; each input carries the job key that names it.
+    fn inputs(&self, job: &Job) -> Result<Vec<FingerprintInput>, Failure>;
+
+    /// Opens samples for a trained model, encoded as its training samples were. A set whose samples are all of its files
+    /// comes as [`Samples::Labelled`]. Only images are augmented.
+    fn open_trained(
+        &self,
+        trained: &TrainedOn,
+        samples: Samples,
+        augmentation: Augmentation,
+        opening: &DatasetContext,
+    ) -> Result<Arc<dyn Dataset>, Failure>;
+}
+
+fn source_of(job: &Job) -> &dyn Source {
+    match &job.data.source {
+        job::SourceConfig::Shapes(s) => s,
+        job::SourceConfig::Idx(s) => s,
+        job::SourceConfig::Images(s) => s,
+        job::SourceConfig::Csv(s) => s,
+        job::SourceConfig::Json(s) => s,
+        job::SourceConfig::Parquet(s) => s,
+        job::SourceConfig::Text(s) => s,
+        job::SourceConfig::Tokens(s) => s,
+        job::SourceConfig::Jsonl(s) => s,
+        job::SourceConfig::TextSynthetic(s) => s,
+    }
+}
+
 impl Datasets {
     /// Opens all sets.
     pub fn open(job: &Job, opening: &DatasetContext) -> Result<Self, Failure> {
-        if let Some(table) = tables::TableSource::of(job) {
-            return table.open(opening);
-        }
-        let split = |files| split_settings(&job.data.source, files);
-        match &job.data.source {
-            job::SourceConfig::Csv(_) | job::SourceConfig::Json(_) | job::SourceConfig::Parquet(_) => {
-                unreachable!("a table was opened above")
-            }
-            job::SourceConfig::Shapes(s) => generated::shapes(s, readers(job), opening),
-            job::SourceConfig::Idx(s) => images::idx(s, readers(job), opening),
-            job::SourceConfig::Images(s) => images::images(s, &split(&s.files), readers(job), opening),
-            job::SourceConfig::Text(s) => language::text(s, split(&s.files), context(job)?, opening),
-            job::SourceConfig::Tokens(s) => language::tokens(s, split(&s.files), context(job)?, opening),
-            job::SourceConfig::Jsonl(s) => {
-                language::jsonl(s, split(&s.files), &job.data.loader, context(job)?, opening)
-            }
-            job::SourceConfig::TextSynthetic(s) => Ok(generated::sequences(s, context(job)?, opening)),
-        }
+        source_of(job).open(job, opening)
     }
 
     /// Everything the samples are made from, for the data fingerprint; each input carries the job key that names it.
     pub fn inputs(job: &Job) -> Result<Vec<FingerprintInput>, Failure> {
-        match &job.data.source {
-            job::SourceConfig::Idx(s) => Ok(images::idx_inputs(s)),
-            job::SourceConfig::Images(s) => images::inputs(s),
-            job::SourceConfig::Csv(job::CsvConfig { files, .. })
-            | job::SourceConfig::Json(job::JsonConfig { files, .. }) => file_inputs(files),
-            job::SourceConfig::Parquet(s) => inputs_of(&s.files, table::resolve_parquet_files),
-            job::SourceConfig::Text(s) => {
-                Ok([file_inputs(&s.files)?, language::tokens_inputs(&s.tokens)].concat())
-            }
-            job::SourceConfig::Tokens(s) => {
-                let tokenizer =
-                    s.tokenizer.iter().flat_map(|file| language::tokenizer_inputs(TOKENIZER, file));
-                Ok(file_inputs(&s.files)?.into_iter().chain(tokenizer).collect())
-            }
-            job::SourceConfig::Jsonl(s) => {
-                let more = [language::tokens_inputs(&s.tokens), language::template_inputs(&s.template)];
-                Ok([file_inputs(&s.files)?, more.concat()].concat())
-            }
-            // Generated data depends only on these settings and the seed.
-            job::SourceConfig::Shapes(_) | job::SourceConfig::TextSynthetic(_) => {
-                let settings = serde_json::to_string(&job.data.source).unwrap_or_default();
-                let text = format!("{} {settings}", job.seed);
-                Ok(vec![FingerprintInput { key: "data", kind: InputKind::Settings(text) }])
-            }
-        }
+        source_of(job).inputs(job)
     }
 
     fn new<T: Dataset + 'static>(train: impl Dataset + 'static, valid: T, test: Option<T>) -> Self {
@@ -100,13 +95,13 @@ impl Datasets {
 }
 
 /// How the job splits the samples of its training files.
-fn split_settings(source: &job::SourceConfig, files: &job::FilesConfig) -> SplitSettings {
+fn split_settings(job: &Job, files: &job::FilesConfig) -> SplitSettings {
     let valid = match files.fold {
         Some(fold) => ValidSet::Fold(Fold { index: fold.number - 1, folds: fold.of }),
         None if files.valid.is_empty() => ValidSet::Fraction(files.valid_fraction()),
         None => ValidSet::OwnFiles,
     };
-    let method = match source.split() {
+    let method = match job.data.source.split() {
         (_, Some(group)) => SplitMethod::Grouped(group.to_owned()),
         (SplitKind::Random, None) => SplitMethod::Random,
         (SplitKind::Stratified, None) => SplitMethod::Stratified,
@@ -118,7 +113,6 @@ fn split_settings(source: &job::SourceConfig, files: &job::FilesConfig) -> Split
 const TRAIN: &str = "data.train";
 const VALID: &str = "data.valid";
 const TEST: &str = "data.test";
-const TOKENIZER: &str = "data.tokenizer";
 
 /// Every training file, and every validation and test file that the job lists.
 fn file_inputs(files: &job::FilesConfig) -> Result<Vec<FingerprintInput>, Failure> {
@@ -136,6 +130,13 @@ fn inputs_of(
     Ok(inputs)
 }
 
+/// Of generated data, which depends only on these settings and the seed.
+fn generated_inputs(job: &Job) -> Vec<FingerprintInput> {
+    let settings = serde_json::to_string(&job.data.source).unwrap_or_default();
+    let text = format!("{} {settings}", job.seed);
+    vec![FingerprintInput { key: "data", kind: InputKind::Settings(text) }]
+}
+
 /// Number of reader threads.
 fn readers(job: &Job) -> usize {
     match job.data.loader.workers {
@@ -147,6 +148,6 @@ fn readers(job: &Job) -> usize {
 /// Tokens per sample. Text takes it from the model's context length.
 fn context(job: &Job) -> Result<usize, Failure> {
     let no_context =
-        || ModelError::Data { kind: job.model.kind(), needs: "numbers or pictures", got: "text".into() };
+        || ModelError::Data { kind: job.model.kind(), needs: "numbers or images", got: "text".into() };
     Ok(job.model.context().ok_or_else(no_context)?)
 }

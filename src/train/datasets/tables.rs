@@ -3,13 +3,15 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use super::inference::Samples;
-use super::{Datasets, Failure};
+use super::inference::{Samples, TrainedOn};
+use super::{Datasets, Failure, Source, file_inputs, inputs_of, split_settings};
+use crate::data::fingerprint::FingerprintInput;
 use crate::data::split::SplitSettings;
 use crate::data::table::{
     self, CommentSetting, DateOrder, DecimalMark, DialectSettings, FieldDelimiter, MissingPolicy,
     TableFileFormat, TableFiles, TableSchema, TableSettings, TableTask, TextEncoding, UnknownPolicy,
 };
+use crate::data::transforms::Augmentation;
 use crate::data::{Dataset, DatasetContext};
 use crate::job::{self, FilesConfig, Job, LoaderConfig, OnBadRecord, SourceConfig};
 use crate::metrics::task::TargetScale;
@@ -25,32 +27,32 @@ pub struct TableSource<'a> {
 impl<'a> TableSource<'a> {
     /// `None` if the job's data is no table.
     pub fn of(job: &'a Job) -> Option<Self> {
-        let loading = &job.data.loader;
-        let split = |files| super::split_settings(&job.data.source, files);
         match &job.data.source {
-            SourceConfig::Csv(s) => Some(Self {
-                files: &s.files,
-                split: split(&s.files),
-                format: TableFileFormat::Csv(csv_dialect(s)),
-                settings: csv_settings(s, loading),
-            }),
-            SourceConfig::Json(s) => Some(Self {
-                files: &s.files,
-                split: split(&s.files),
-                format: TableFileFormat::Json,
-                settings: settings(&s.columns, loading),
-            }),
-            SourceConfig::Parquet(s) => Some(Self {
-                files: &s.files,
-                split: split(&s.files),
-                format: TableFileFormat::Parquet,
-                settings: settings(&s.columns, loading),
-            }),
+            SourceConfig::Csv(s) => Some(Self::csv(s, job)),
+            SourceConfig::Json(s) => Some(Self::json(s, job)),
+            SourceConfig::Parquet(s) => Some(Self::parquet(s, job)),
             _ => None,
         }
     }
 
-    pub(super) fn open(&self, opening: &DatasetContext) -> Result<Datasets, Failure> {
+    fn csv(s: &'a job::CsvConfig, job: &Job) -> Self {
+        let settings = csv_settings(s, &job.data.loader);
+        Self::new(job, &s.files, TableFileFormat::Csv(csv_dialect(s)), settings)
+    }
+
+    fn json(s: &'a job::JsonConfig, job: &Job) -> Self {
+        Self::new(job, &s.files, TableFileFormat::Json, settings(&s.columns, &job.data.loader))
+    }
+
+    fn parquet(s: &'a job::ParquetConfig, job: &Job) -> Self {
+        Self::new(job, &s.files, TableFileFormat::Parquet, settings(&s.columns, &job.data.loader))
+    }
+
+    fn new(job: &Job, files: &'a FilesConfig, format: TableFileFormat, settings: TableSettings) -> Self {
+        Self { files, split: split_settings(job, files), format, settings }
+    }
+
+    fn open(&self, opening: &DatasetContext) -> Result<Datasets, Failure> {
         let files = TableFiles {
             train: self.files.train.clone(),
             valid: self.files.valid.clone(),
@@ -61,7 +63,7 @@ impl<'a> TableSource<'a> {
     }
 
     /// Rows for a trained model, encoded by its schema.
-    pub(super) fn open_trained(
+    fn open_trained(
         &self,
         schema: &TableSchema,
         samples: Samples,
@@ -77,6 +79,37 @@ impl<'a> TableSource<'a> {
             Samples::Set(set) => open(&self.files.train, schema, Some((&self.split, set)))?,
         })
     }
+}
+
+/// Every kind of table opens its [`TableSource`].
+macro_rules! table_kinds {
+    ($($config:ty => ($table:path, $inputs:expr),)*) => {$(
+        impl Source for $config {
+            fn open(&self, job: &Job, opening: &DatasetContext) -> Result<Datasets, Failure> {
+                $table(self, job).open(opening)
+            }
+
+            fn inputs(&self, _job: &Job) -> Result<Vec<FingerprintInput>, Failure> {
+                $inputs(&self.files)
+            }
+
+            fn open_trained(
+                &self,
+                trained: &TrainedOn,
+                samples: Samples,
+                _augmentation: Augmentation,
+                opening: &DatasetContext,
+            ) -> Result<Arc<dyn Dataset>, Failure> {
+                $table(self, trained.job).open_trained(trained.schema()?, samples, opening)
+            }
+        }
+    )*};
+}
+
+table_kinds! {
+    job::CsvConfig => (TableSource::csv, file_inputs),
+    job::JsonConfig => (TableSource::json, file_inputs),
+    job::ParquetConfig => (TableSource::parquet, |files| inputs_of(files, table::resolve_parquet_files)),
 }
 
 fn csv_dialect(s: &job::CsvConfig) -> DialectSettings {

@@ -195,8 +195,8 @@ impl MemoryControl {
             return Ok(());
         }
         let needs = setup.peak_bytes(current);
-        // On a GPU the plan also counts what the ledger does not: the rounding of the allocator.
-        let expected = if setup.gpu.is_some() { reserved.max(needs) } else { reserved };
+        // The plan also counts what the ledger has not seen: phases yet to come, and the rounding of a GPU's allocator.
+        let expected = reserved.max(needs);
         let least = setup.leanest_plan(current).1;
         let Some(budget) = correction::corrected_budget(full, now, expected, measured, least) else {
             return Ok(());

@@ -9,6 +9,7 @@ use crate::events::event::Event;
 use crate::kernels::grad_stats::GradStats;
 use crate::memory::measure;
 use crate::optim::grad_scaler::StepDecision;
+use crate::optim::prune::PrunedCount;
 use crate::optim::schedule;
 use crate::planner::ExecutionPlan;
 use crate::train::Failure;
@@ -90,6 +91,7 @@ impl Run<'_> {
             UpdateGradStats::Pending(_) => StepDecision::Apply,
         };
         let ctx = &mut self.ctx;
+        let pruning = ctx.engine.reserve_pruning(step + 1)?;
         match decision {
             StepDecision::Diverged => {
                 let (stats, checkpoints) = (grad_stats.read()?, &self.checkpoints);
@@ -98,6 +100,12 @@ impl Run<'_> {
             StepDecision::Skip => ctx.engine.discard_gradients()?,
             StepDecision::Apply => ctx.engine.update(&grad_stats, lr, step + 1 - self.grad_scaler.skipped)?,
         }
+        // By the steps of the run: an update that is skipped does not postpone it.
+        if let Some(PrunedCount { pruned, weights }) = ctx.engine.prune(step + 1)? {
+            let sparsity = pruned as f64 / weights.max(1) as f64;
+            ctx.record(Event::Pruned { step: step + 1, sparsity, pruned, weights })?;
+        }
+        drop(pruning);
         ctx.train_loader = Some(train_loader);
         ctx.position.advance(&ids);
         self.skipped_records.keep(ctx, skipped)?;

@@ -92,8 +92,9 @@ pub const MODELS: [&str; 9] = ["mlp", "cnn", "gpt", "llama", "bert", "vit", "res
 
 /// The job of a seed.
 pub fn case(seed: u64, scale: Scale) -> GeneratedJob {
-    // Every nine consecutive seeds have every model once; disturbances rotate over them.
-    let (block, place) = (seed / 9, (seed % 9) as usize);
+    // Consecutive seeds, as many as there are models, have every model once; disturbances rotate over them.
+    let models = MODELS.len() as u64;
+    let (block, place) = (seed / models, (seed % models) as usize);
     let mut draw = Draw::new(seed, "job");
     let disturbed = (block + place as u64).is_multiple_of(3);
     // A budget is only meaningful if samples take more memory than the program itself.

@@ -1,8 +1,8 @@
-//! `[train]`, `[optimizer]`, `[schedule]`, `[memory]`, `[eval]`, `[checkpoint]` and `[log]`.
+//! `[train]`, `[optimizer]`, `[schedule]`, `[memory]`, `[eval]`, `[checkpoint]`, `[prune]` and `[log]`.
 
 use toml::{Table, Value};
 
-use super::{Disturbance, GeneratedJob, ModelAndData, Scale, TableExt, table_of_kind};
+use super::{Disturbance, GeneratedJob, MODELS, ModelAndData, Scale, TableExt, table_of_kind};
 use crate::random::draw::Draw;
 
 const OPTIMIZERS: [&str; 5] = ["adamw", "sgd", "lion", "adafactor", "adamw8bit"];
@@ -61,7 +61,7 @@ pub fn case(
     let steps = train.contains_key("steps");
     job.set("train", train);
 
-    job.set("optimizer", optimizer(draw, OPTIMIZERS[((seed / 9 + seed) % 5) as usize]));
+    job.set("optimizer", optimizer(draw, OPTIMIZERS[((seed / MODELS.len() as u64 + seed) % 5) as usize]));
     if draw.chance(0.7) {
         job.set("schedule", schedule(draw, if steps { updates } else { 1 }));
     }
@@ -86,6 +86,7 @@ pub fn case(
     if apart.chance(0.3) {
         job.set("stop", stop(&mut apart, &measured));
     }
+    set_prune(&mut Draw::new(seed, "prune"), &mut job, steps.then_some(updates));
     let mut log = Table::new();
     if draw.chance(0.9) {
         log.number("every_steps", draw.pick(&[1, 1, 1, 2]));
@@ -253,6 +254,56 @@ fn set_freeze(draw: &mut Draw, train: &mut Table, job: &Table) {
         let groups = (0..draw.within(1..=3)).map(|_| group(draw)).collect();
         train.set("groups", Value::Array(groups));
     }
+}
+
+/// Pruning, of a model that has trained matrices. Drawn apart, like the loss.
+fn set_prune(draw: &mut Draw, job: &mut Table, steps: Option<usize>) {
+    let kind = job["model"].get("kind").and_then(Value::as_str).unwrap_or_default();
+    let freezes = job["train"].get("freeze").is_some_and(|freeze| freeze.as_str() != Some("*.bias"));
+    if freezes || !draw.chance(0.3) {
+        return;
+    }
+    let mut table = Table::new();
+    let last = steps.unwrap_or(4);
+    let begin = draw.within(1..=last);
+    if draw.chance(0.7) {
+        table.number("begin_step", begin);
+    }
+    let begin = if table.contains_key("begin_step") { begin } else { 1 };
+    table.set("final", draw.pick(&[0.3, 0.8, 0.95]));
+    match draw.chance(0.7) {
+        true => {
+            table.number("end_step", draw.within(begin..=last));
+            if draw.chance(0.5) {
+                table.set("schedule", "polynomial");
+            }
+            if draw.chance(0.6) {
+                table.set("initial", draw.pick(&[0.0, 0.3]));
+            }
+            if draw.chance(0.3) {
+                table.set("power", draw.pick(&[1.0, 3.0]));
+            }
+            if draw.chance(0.8) {
+                table.number("every_steps", draw.within(1..=3));
+            }
+        }
+        false => drop(table.set("schedule", "constant")),
+    }
+    if draw.chance(0.6) {
+        table.set("scope", draw.pick(&["tensor", "global"]));
+    }
+    if draw.chance(0.3) {
+        // Patterns that leave a matrix of every model of the kind.
+        let skip = match kind {
+            "resnet" => "conv1",
+            "mobilenet" => "features.0",
+            "vit" => "conv_proj",
+            "gpt" | "llama" => "lm_head",
+            _ => "*.bias",
+        };
+        table.set("skip", skip);
+    }
+    job.set("prune", table);
 }
 
 /// Conditions that no run meets, so that it has all of its updates.

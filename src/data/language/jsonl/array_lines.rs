@@ -37,7 +37,8 @@ impl<R: BufRead> Read for ArrayLines<R> {
         loop {
             let bytes = self.inner.fill_buf()?;
             if bytes.is_empty() {
-                // An array that is not closed ends with a line that is no JSON, so that the missing records are noticed.
+                // An array that is not closed ends with a line that is no JSON, so that the missing records are
+                // noticed.
                 if std::mem::take(&mut self.state.depth) > 0 {
                     self.end = b"\n[";
                 }

@@ -214,7 +214,8 @@ impl RecordReader<'_> {
     }
 }
 
-/// Refuses a record that lacks one of the fields `names`, with the chat format that it seems to have instead of `format`.
+/// Refuses a record that lacks one of the fields `names`, with the chat format that it seems to have instead of
+/// `format`.
 fn require(object: &Value, names: &[&str], format: Option<&ChatFormat>) -> Result<(), TextError> {
     let Some(missing) = names.iter().find(|name| lookup(object, name).is_none()) else { return Ok(()) };
     let problem = field(object, missing).err().unwrap_or_default();

@@ -216,9 +216,9 @@ impl ChatTemplate {
         })
     }
 
-    /// Renders the whole chat. An answer, unless it is excluded from the loss, is the text that an assistant message adds to the rendering of the messages
-    /// before it, which is rendered with the generation prompt. Each answer costs up to two more renderings. All of them
-    /// take at most `limit` bytes at a time.
+    /// Renders the whole chat. An answer, unless it is excluded from the loss, is the text that an assistant message
+    /// adds to the rendering of the messages before it, which is rendered with the generation prompt. Each answer costs
+    /// up to two more renderings. All of them take at most `limit` bytes at a time.
     pub fn render_chat(
         &self,
         messages: &[ChatMessage],

@@ -130,7 +130,8 @@ impl HfTokenizer {
         self.config["chat_template"].as_str().map(str::to_owned)
     }
 
-    /// Checks that encoding `text` takes at most `limit` bytes; `whole` if it is encoded with offsets or special tokens.
+    /// Checks that encoding `text` takes at most `limit` bytes; `whole` if it is encoded with offsets or special
+    /// tokens.
     pub fn check_memory(&self, text: &str, whole: bool, limit: u64) -> Result<(), TextError> {
         let bytes = match &self.word_encoder {
             Some((rule, _)) if !whole => {

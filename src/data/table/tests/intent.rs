@@ -24,6 +24,18 @@ fn refused(values: impl IntoIterator<Item = String>) -> String {
 fn a_few_texts_among_numbers_are_marks_of_missing_values() {
     let values = (0..400).map(|i| if i % 7 == 0 { "unknown".into() } else { format!("{i}.5") });
     assert!(refused(values).contains("most values are numbers, but `unknown` in line 2"));
+    // They may be more than the numbers, which may be few.
+    let values = (0..40).map(|i| if i % 5 < 3 { "unspecified".into() } else { format!("{i}.5") });
+    assert!(refused(values).contains("some values are numbers, but `unspecified` in line 2 is not"));
+    let codes = |none: &str| {
+        let none = none.to_owned();
+        (0..40).map(move |i| if i % 5 < 3 { none.clone() } else { (i % 3).to_string() })
+    };
+    for none in ["unknown", "Missing", "--", "n.a."] {
+        assert!(refused(codes(none)).contains("some values are numbers, but"), "{none}");
+    }
+    // Codes of which one is a word.
+    assert_eq!(opened(&table(codes("more"))).unwrap().features().input_len(), 4);
     // Ticket numbers, of which some have the prefix of an office.
     let tickets = (0..400).map(|i| if i % 4 == 0 { format!("A/{i} 21{i}") } else { format!("{}", 3 * i) });
     assert_eq!(opened(&table(tickets)).unwrap().features().input_len(), 400);
@@ -52,9 +64,18 @@ fn days_and_months_that_are_equal_decide_nothing() {
 
 #[test]
 fn numbers_with_units_are_refused() {
-    for (unit, shown) in [("{} kg", "0.5 kg"), ("{}k", "0.5k"), ("<{}", "<0.5"), ("USD {}", "USD 0.5")] {
+    for (unit, shown) in [("{} kg", "0.5 kg"), ("{}k", "0.5k"), ("USD {}", "USD 0.5")] {
         let error = refused((0..100).map(|i| unit.replace("{}", &format!("{i}.5"))));
         assert!(error.contains(&format!("numbers with a unit, as `{shown}` in line 2")), "{error}");
+    }
+    // A few of them, as many of them.
+    for (units, shown) in [(["5 kg", "3 kg"], "5 kg"), (["8GB", "16GB"], "8GB")] {
+        let error = refused((0..100).map(|i| units[i % 2].into()));
+        assert!(error.contains(&format!("numbers with a unit, as `{shown}` in line 2")), "{error}");
+    }
+    for few in [["1st", "2nd"], ["4G", "5G"], ["2", "5more"]] {
+        let set = opened(&table((0..100).map(|i| few[i % 2].into()))).unwrap();
+        assert_eq!(set.features().input_len(), 2, "{few:?}");
     }
     // Codes are categories.
     for code in ["A{}", "{}-B", "N{}UA"] {
@@ -149,4 +170,94 @@ fn partitions_of_text_files_are_a_warning() {
     let (train, _) = fixture.open(&path, &path, format, &target(&["y"])).unwrap();
     let about = train.describe();
     assert!(about.iter().any(|(name, text)| name == "warning" && text.contains("`year`")), "{about:?}");
+}
+
+#[test]
+fn bounds_among_numbers_are_refused() {
+    for (bound, shown) in [("<{}.5", "<0.5"), (">10", ">10"), ("<= {}", "<= 0")] {
+        let value =
+            |i: usize| if i % 3 == 0 { bound.replace("{}", &i.to_string()) } else { format!("{i}.25") };
+        let error = opened(&table((0..60).map(value))).map(|set| set.len()).unwrap_err();
+        assert!(error.to_string().contains(&format!("`{shown}` in line 2 is a bound")), "{error}");
+        assert!(error.hint().unwrap().contains("`missing`"));
+    }
+    // Groups are classes.
+    let groups = (0..60).map(|i| ["<18", ">=18"][i % 2].into());
+    assert_eq!(opened(&table(groups)).unwrap().features().input_len(), 2);
+}
+
+#[test]
+fn dates_of_eight_digits_are_dates() {
+    let date = |i: usize| format!("2021{:02}{:02}", i % 12 + 1, i % 28 + 1);
+    let set = opened(&table((0..60).map(date))).unwrap();
+    assert_eq!(set.input_names(), ["x.year", "x.month", "x.day", "x.weekday"]);
+    assert_eq!(read(&set, 1).unwrap().0, [2021.0, 2.0, 2.0, 1.0]);
+    // Among dates that are written otherwise.
+    let mixed = (0..60).map(|i| if i % 2 == 0 { date(i) } else { "2021-03-04".into() });
+    assert_eq!(opened(&table(mixed)).unwrap().input_names().len(), 4);
+    let error = refused((0..60).map(|i| if i == 7 { "20210230".into() } else { date(i) }));
+    assert!(error.contains("most values are dates"), "{error}");
+    // Other numbers of eight digits.
+    let numbers = (0..60).map(|i| (20_210_101 + 997 * i).to_string());
+    assert_eq!(opened(&table(numbers)).unwrap().input_names(), ["x"]);
+    let rows: String = (0..60).map(|i| format!("{i}.5,{}\n", date(i))).collect();
+    let error = opened(&format!("x,y\n{rows}")).map(|set| set.len()).unwrap_err().to_string();
+    assert!(error.contains("the target has dates"), "{error}");
+}
+
+#[test]
+fn other_forms_of_dates_are_dates() {
+    let names =
+        |value: &dyn Fn(usize) -> String| opened(&table((0..60).map(value))).unwrap().input_names().len();
+    assert_eq!(names(&|i| format!("2021年{:02}月{:02}日", i % 12 + 1, i % 28 + 1)), 4);
+    assert_eq!(names(&|i| format!("2021-W{:02}", i % 52 + 1)), 4);
+    assert_eq!(names(&|i| format!("{}Q{}", 2000 + i % 9, i % 4 + 1)), 4);
+    assert_eq!(names(&|i| format!("Sat Jan  {} 14:{i:02}:00 2021", i % 9 + 1)), 5);
+}
+
+#[test]
+fn shuffled_row_numbers_are_no_input() {
+    let rows = |name: &str| {
+        let row = |i: usize| format!("{},{i}.5,{}\n", i * 37 % 60 % 30, ["a", "b"][i % 2]);
+        format!("{name},x,y\n{}", (0..60).map(row).collect::<String>())
+    };
+    assert_eq!(opened(&rows("")).unwrap().input_names(), ["x"]);
+    assert_eq!(opened(&rows("Unnamed: 0.1")).unwrap().input_names(), ["x"]);
+    let named = opened(&rows("index")).unwrap();
+    assert_eq!(named.input_names(), ["index", "x"]);
+    let about = named.describe();
+    assert!(about.iter().any(|(_, text)| text.contains("column `index` has the row numbers")), "{about:?}");
+}
+
+#[test]
+fn spellings_of_a_class_are_one() {
+    let rows = |values: &[&str]| {
+        let row = |i: usize| format!("{i}.5,{}\n", values[i % values.len()]);
+        format!("x,y\n{}", (0..60).map(row).collect::<String>())
+    };
+    let set = opened(&rows(&["1", "0.0", "1.0", "0"])).unwrap();
+    assert_eq!(classes(&set), ["0", "1"]);
+    assert_eq!(all(&set).iter().map(|(_, y)| y[0]).take(4).collect::<Vec<_>>(), [1.0, 0.0, 1.0, 0.0]);
+    assert_eq!(
+        classes(&opened(&rows(&["True", "false", "TRUE", "False", "true"])).unwrap()),
+        ["False", "TRUE"]
+    );
+}
+
+#[test]
+fn labels_that_only_stand_together_are_refused() {
+    let rows: String = (0..60).map(|i| format!("{i}.5,{}\n", ["cat|pet", "cow|farm"][i % 2])).collect();
+    let error = opened(&format!("x,y\n{rows}")).map(|set| set.len()).unwrap_err();
+    assert!(error.to_string().contains("several labels each, separated by `|`"), "{error}");
+    assert!(error.hint().unwrap().contains("label_separator"));
+}
+
+#[test]
+fn currencies_of_a_validation_file_are_read() {
+    let fixture = TableFixture::new();
+    let train = [fixture.file("a.csv", "x,y\n1.5,a\n2,b\n3,a\n")];
+    let valid = [fixture.file("b.csv", "x,y\n$8.50,b\n€9,a\n")];
+    let format = TableFileFormat::Csv(DialectSettings::default());
+    let (_, valid_set) = fixture.open(&train, &valid, format, &target(&["y"])).unwrap();
+    assert_eq!(all(&valid_set), [(vec![8.5], vec![1.0]), (vec![9.0], vec![0.0])]);
 }

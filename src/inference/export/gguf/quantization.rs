@@ -210,6 +210,7 @@ mod tests {
 
     fn mapping(name: &str, shape: &[usize]) -> TensorMapping {
         let spec = TensorSpec {
+            is_table: false,
             name: name.into(),
             shape: shape.into(),
             init: ParamInit::Constant(0.0),

@@ -352,7 +352,10 @@ mod tests {
         assert!(error.hint().is_some() && error.is_usage());
         let split = json!({ "model": { "type": "BPE", "merges": ["a b"] }, "pre_tokenizer": { "type": "Whitespace" } });
         assert!(family(&split).unwrap_err().to_string().contains("the pre-tokenizer Whitespace"));
-        let gpt2 = json!({ "model": { "type": "BPE", "merges": ["a b"] }, "pre_tokenizer": { "type": "ByteLevel", "add_prefix_space": false } });
+        let gpt2 = json!({
+            "model": { "type": "BPE", "merges": ["a b"] },
+            "pre_tokenizer": { "type": "ByteLevel", "add_prefix_space": false }
+        });
         assert_eq!(family(&gpt2).unwrap(), Family::ByteLevel("gpt-2"));
         let error = tokens(&characters("abc"), Family::Characters, &[], 2).err().unwrap();
         assert_eq!(error.to_string(), "the tokenizer has 3 tokens, and the model has embeddings for 2");

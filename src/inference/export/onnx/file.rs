@@ -81,8 +81,8 @@ fn length_prefix(field: u64, length: u64) -> Vec<u8> {
     prefix
 }
 
-/// Writes `model.onnx`, with its weights in `model.onnx.data` if they take more than `inline_limit` bytes. `encode` gives the
-/// bytes of a weight, by its index.
+/// Writes `model.onnx`, with its weights in `model.onnx.data` if they take more than `inline_limit` bytes. `encode`
+/// gives the bytes of a weight, by its index.
 pub(super) fn write(
     head: ModelHead,
     weights: &[Initializer],
@@ -364,6 +364,7 @@ mod tests {
         let tensor = Tensor::from_vec(values.clone(), (20, 30), &Device::Cpu).unwrap();
         tensor.save_safetensors("w", &source).unwrap();
         let spec = TensorSpec {
+            is_table: false,
             name: "w".into(),
             shape: vec![20, 30],
             init: ParamInit::Constant(0.0),

@@ -216,7 +216,17 @@ proptest! {
         padding in 0usize..3,
     ) {
         let (inputs, outputs) = (32 * inputs, 32 * outputs);
-        let g = ConvGeometry { height, width, in_channels: inputs, out_channels: outputs, kernel, stride, padding, dilation, groups: 1 };
+        let g = ConvGeometry {
+            height,
+            width,
+            in_channels: inputs,
+            out_channels: outputs,
+            kernel,
+            stride,
+            padding,
+            dilation,
+            groups: 1,
+        };
         if !skipped() && g.output_pixels() > 0 && padding <= dilation * (kernel - 1) {
             check_conv::<f32>(&g, batch);
             check_conv::<bf16>(&g, batch);

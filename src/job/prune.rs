@@ -1,0 +1,141 @@
+//! `[prune]`: weights that training sets to zero.
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+use super::data::one_or_many::{list_of_one_or_many, one_or_list};
+
+/// Magnitude pruning: the smallest weights of linear layers and convolutions are set to zero, more of them as training goes
+/// on, and stay zero. Biases, norms, embeddings and frozen parameters are not pruned. A file of pruned weights is smaller
+/// once it is compressed: `trainer plan` estimates by how much.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+pub struct PruneConfig {
+    /// How sparsity, the fraction of weights that are zero, grows.
+    #[serde(default)]
+    pub schedule: PruneSchedule,
+    /// Sparsity at `begin_step`; 0 if absent. Only with `schedule = "polynomial"`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(range(min = 0.0), extend("exclusiveMaximum" = 1.0))]
+    pub initial: Option<f64>,
+    /// Sparsity that pruning ends with.
+    #[serde(rename = "final")]
+    #[schemars(extend("exclusiveMinimum" = 0.0, "exclusiveMaximum" = 1.0))]
+    pub final_sparsity: f64,
+    /// The update after which the first weights are pruned.
+    #[serde(default = "begin_step")]
+    #[schemars(range(min = 1, max = 1_000_000_000))]
+    pub begin_step: u64,
+    /// The update after which the last weights are pruned. Required with `schedule = "polynomial"`, and only there.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(range(min = 1, max = 1_000_000_000))]
+    pub end_step: Option<u64>,
+    /// Updates between two selections of the weights to prune.
+    #[serde(default = "every_steps")]
+    #[schemars(range(min = 1, max = 1_000_000_000))]
+    pub every_steps: u64,
+    /// Exponent of the polynomial: sparsity is final + (initial - final) (1 - progress)^power.
+    #[serde(default = "power")]
+    #[schemars(extend("exclusiveMinimum" = 0.0))]
+    pub power: f64,
+    /// What has the given sparsity.
+    #[serde(default)]
+    pub scope: PruneScope,
+    /// Parameters that are not pruned: patterns as in `train.freeze`, without exceptions.
+    #[serde(default, skip_serializing_if = "Vec::is_empty", deserialize_with = "list_of_one_or_many")]
+    #[schemars(transform = one_or_list)]
+    pub skip: Vec<String>,
+}
+
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum PruneSchedule {
+    /// From `initial` at `begin_step` to `final` at `end_step`, fast at first and ever slower.
+    #[default]
+    Polynomial,
+    /// All at once, at `begin_step`.
+    Constant,
+}
+
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum PruneScope {
+    /// Each tensor.
+    #[default]
+    Tensor,
+    /// All tensors together: one threshold for all weights.
+    Global,
+}
+
+fn begin_step() -> u64 {
+    1
+}
+
+fn every_steps() -> u64 {
+    100
+}
+
+fn power() -> f64 {
+    3.0
+}
+
+impl PruneConfig {
+    /// The update of the last selection.
+    pub fn last_step(&self) -> u64 {
+        self.end_step.unwrap_or(self.begin_step)
+    }
+
+    /// Sparsity after this many updates; 0 before pruning begins.
+    pub fn sparsity(&self, step: u64) -> f64 {
+        if step < self.begin_step {
+            return 0.0;
+        }
+        if step >= self.last_step() {
+            return self.final_sparsity;
+        }
+        let progress = (step - self.begin_step) as f64 / (self.last_step() - self.begin_step) as f64;
+        let initial = self.initial.unwrap_or(0.0);
+        self.final_sparsity + (initial - self.final_sparsity) * (1.0 - progress).powf(self.power)
+    }
+
+    /// Whether weights are selected after this many updates.
+    pub fn is_due(&self, step: u64) -> bool {
+        let (begin, end) = (self.begin_step, self.last_step());
+        step == end || (begin..end).contains(&step) && (step - begin).is_multiple_of(self.every_steps)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn config(text: &str) -> PruneConfig {
+        toml::from_str(text).unwrap()
+    }
+
+    /// The schedule of TensorFlow's model optimization toolkit.
+    #[test]
+    fn sparsity_follows_the_polynomial() {
+        let c = config("initial = 0.5\nfinal = 0.8\nbegin_step = 1000\nend_step = 10000");
+        assert_eq!(c.sparsity(999), 0.0);
+        assert_eq!(c.sparsity(1000), 0.5);
+        assert!((c.sparsity(5500) - (0.8 - 0.3 * 0.125)).abs() < 1e-12);
+        assert_eq!(c.sparsity(10000), 0.8);
+        assert_eq!(c.sparsity(20000), 0.8);
+        let due: Vec<u64> = (0..20000).filter(|step| c.is_due(*step)).collect();
+        assert_eq!((due[0], due[1], due.len()), (1000, 1100, 91));
+        assert_eq!(*due.last().unwrap(), 10000);
+    }
+
+    #[test]
+    fn the_last_selection_is_at_the_end_whatever_the_interval() {
+        let c = config("final = 0.9\nend_step = 10\nevery_steps = 4");
+        assert_eq!((0..30).filter(|step| c.is_due(*step)).collect::<Vec<_>>(), [1, 5, 9, 10]);
+    }
+
+    #[test]
+    fn a_constant_schedule_selects_once() {
+        let c = config("schedule = 'constant'\nfinal = 0.6\nbegin_step = 7");
+        assert_eq!((0..30).filter(|step| c.is_due(*step)).collect::<Vec<_>>(), [7]);
+        assert_eq!((c.sparsity(6), c.sparsity(7)), (0.0, 0.6));
+    }
+}
