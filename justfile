@@ -139,6 +139,12 @@ interop:
     cargo build --release --bins --examples
     python3 scripts/interop.py
 
+# read a run with the real MLflow and TensorBoard (needs both)
+[group('prove')]
+tracking-interop:
+    cargo build --release
+    python3 scripts/tracking-interop.py
+
 # train on real tables and images, and compare the metrics with scikit-learn's (needs pandas and scikit-learn)
 [group('prove')]
 real-sets *ARGS:

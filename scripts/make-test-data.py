@@ -357,6 +357,18 @@ def images():
     (folder / "avif.json").write_text(json.dumps(expected, separators=(",", ":")) + "\n")
 
 
+def zoned_tables():
+    """The same points in time as text, as Parquet, and as a stream of Arrow: the clock of their zone shows the same."""
+    when = pd.date_range("2021-03-27 22:15:30", periods=12, freq="5h", tz="Europe/Berlin")
+    colour = pd.Categorical(["red", "green", "blue"] * 4)
+    table = pd.DataFrame({"when": when, "fixed": when.tz_convert("-03:30"), "colour": colour, "y": np.arange(12) * 0.5})
+    table.to_csv(OUT / "zoned.csv", index=False)
+    table.to_parquet(OUT / "zoned.parquet", index=False)
+    arrow = pa.Table.from_pandas(table, preserve_index=False)
+    with pa.ipc.new_stream(OUT / "zoned.arrows", arrow.schema) as out:
+        out.write_table(arrow, max_chunksize=5)
+
+
 def main():
     OUT.mkdir(exist_ok=True)
     csv_tables()
@@ -364,6 +376,7 @@ def main():
     json_tables()
     parquet_tables()
     feather_tables()
+    zoned_tables()
     images()
     (OUT / "tables.json").write_text(json.dumps(CASES, ensure_ascii=False, separators=(",", ":")) + "\n")
 

@@ -44,6 +44,17 @@ pub enum MemoryFormat {
     ChannelsLast,
 }
 
+/// What layers do with a tensor of two or more dimensions.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum TensorUse {
+    /// Multiplied with inputs: (out, in) or (out, in, height, width).
+    Weight,
+    /// The same as (in, out).
+    TransposedWeight,
+    /// Rows are looked up or added: an embedding.
+    Table,
+}
+
 #[derive(Clone, Debug)]
 pub struct TensorSpec {
     pub name: String,
@@ -51,8 +62,7 @@ pub struct TensorSpec {
     pub shape: Vec<usize>,
     pub init: ParamInit,
     pub memory_format: MemoryFormat,
-    /// Its rows are looked up or added, not multiplied: an embedding.
-    pub is_table: bool,
+    pub usage: TensorUse,
 }
 
 impl TensorSpec {
@@ -62,6 +72,12 @@ impl TensorSpec {
 
     pub fn is_empty(&self) -> bool {
         self.len() == 0
+    }
+
+    /// The number of inputs of a weight, of channels for a filter.
+    fn inputs(&self) -> usize {
+        let axis = if self.usage == TensorUse::TransposedWeight { 0 } else { 1 };
+        self.shape.get(axis).copied().unwrap_or(1)
     }
 
     /// The shape of the view in the buffer.
@@ -117,8 +133,7 @@ impl ParamRegistry {
     fn declare(&mut self, spec: TensorSpec) -> ParamId {
         let aliases = self.aliases.iter().filter(|(name, _)| *name == spec.name).map(|(_, alias)| alias);
         let names: Vec<&str> = std::iter::once(&spec.name).chain(aliases).map(String::as_str).collect();
-        let is_matrix = spec.shape.len() >= 2 && !spec.is_table;
-        let placement = self.rules.place(&names, is_matrix);
+        let placement = self.rules.place(&names, &spec);
         let id = ParamId { index: self.params.len(), trained: placement.trained };
         self.params.push(spec);
         self.placements.push(placement);
@@ -132,7 +147,7 @@ impl ParamRegistry {
         init: ParamInit,
     ) -> ParamId {
         let (name, shape, memory_format) = (name.into(), shape.into(), MemoryFormat::Contiguous);
-        self.declare(TensorSpec { name, shape, init, memory_format, is_table: false })
+        self.declare(TensorSpec { name, shape, init, memory_format, usage: TensorUse::Weight })
     }
 
     /// A parameter whose rows are looked up or added: an embedding.
@@ -143,13 +158,24 @@ impl ParamRegistry {
         init: ParamInit,
     ) -> ParamId {
         let (name, shape, memory_format) = (name.into(), shape.into(), MemoryFormat::Contiguous);
-        self.declare(TensorSpec { name, shape, init, memory_format, is_table: true })
+        self.declare(TensorSpec { name, shape, init, memory_format, usage: TensorUse::Table })
+    }
+
+    /// A weight that is declared as (in, out).
+    pub fn transposed_weight(
+        &mut self,
+        name: impl Into<String>,
+        shape: [usize; 2],
+        init: ParamInit,
+    ) -> ParamId {
+        let (name, shape, memory_format) = (name.into(), shape.into(), MemoryFormat::Contiguous);
+        self.declare(TensorSpec { name, shape, init, memory_format, usage: TensorUse::TransposedWeight })
     }
 
     /// A convolution weight, declared as (out, in, height, width).
     pub fn conv_weight(&mut self, name: impl Into<String>, shape: [usize; 4], init: ParamInit) -> ParamId {
         let (name, shape, memory_format) = (name.into(), shape.into(), MemoryFormat::ChannelsLast);
-        self.declare(TensorSpec { name, shape, init, memory_format, is_table: false })
+        self.declare(TensorSpec { name, shape, init, memory_format, usage: TensorUse::Weight })
     }
 
     /// A statistic that the forward pass updates, not the optimizer.
@@ -159,7 +185,7 @@ impl ParamRegistry {
             shape: vec![len],
             init: ParamInit::Constant(initial),
             memory_format: MemoryFormat::Contiguous,
-            is_table: false,
+            usage: TensorUse::Weight,
         });
         StatId(self.stats.len() - 1)
     }

@@ -1,5 +1,6 @@
-//! Exported folders are used like the runs they came from, after these are gone; and what cannot be used is refused with
-//! its exit code: a run without a checkpoint, files that are missing, truncated or of another model, inputs that are none.
+//! Exported folders are used like the runs they came from, after these are gone; and what cannot be used is refused
+//! with its exit code: a run without a checkpoint, files that are missing, truncated or of another model, inputs
+//! that are none.
 
 use std::fs;
 use std::path::Path;
@@ -290,6 +291,28 @@ fn inputs_that_do_not_fit_the_model_are_named() {
         out.stderr
     );
     assert_eq!(out.stdout.lines().count(), 4);
+}
+
+/// Decimal commas do not split the only column, and a blank line is a row without a value.
+#[test]
+fn a_table_of_one_column_has_a_prediction_for_each_row() {
+    let folder = job_folder(
+        "[model]\nkind = 'mlp'\nhidden = [4]\n[data]\nkind = 'csv'\ntrain = ['train.csv']\ntarget = 'y'\n\
+         valid_fraction = 0.25\non_missing = 'mean'\n[train]\nbatch_size = 8\nsteps = 2\n[log]\ntensorboard = false\n",
+    );
+    let at = folder.path();
+    let rows: String = (0..60).map(|i| format!("{i},5;{i},25\n")).collect();
+    fs::write(at.join("train.csv"), format!("x;y\n{rows}")).unwrap();
+    fit(at);
+    let predicted = |table: &str| {
+        fs::write(at.join("new.csv"), table).unwrap();
+        let out = trainer(at, &["predict", "run", "new.csv", "-q"]).expect(0).stdout;
+        out.lines().skip(1).map(str::to_owned).collect::<Vec<_>>()
+    };
+    let two = predicted("x\n5,5\n1,5\n");
+    assert_eq!(two.len(), 2);
+    let three = predicted("x\n5,5\n\n1,5\n");
+    assert_eq!((three.len(), &three[0], &three[2]), (3, &two[0], &two[1]));
 }
 
 #[test]

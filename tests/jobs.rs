@@ -142,11 +142,18 @@ fn pruning_that_cannot_be() {
     check("prune_backwards", &prune("initial = 0.9\nfinal = 0.8\nbegin_step = 100\nend_step = 50"));
     check("prune_constant", &prune("schedule = \"constant\"\ninitial = 0.1\nfinal = 0.5\nend_step = 9"));
     check("prune_range", &prune("initial = -0.1\nfinal = 1.0\nend_step = 0\npower = 0\nscope = \"layer\""));
+    check("prune_two_of_four", &prune("structure = \"2:4\"\nfinal = 0.8"));
     check("prune_no_end", &prune("final = 0.8"));
     check("prune_no_match", &prune("final = 0.8\nend_step = 50\nskip = [\"layers.1\", \"layer.0\"]"));
     check("prune_nothing", &prune("final = 0.8\nend_step = 50\nskip = \"*.weight\""));
     check("prune_cut_short", &prune("initial = 0.5\nfinal = 0.8\nend_step = 5000"));
     check("prune_after_the_end", &prune("final = 0.8\nend_step = 50").replace("epochs = 2", "steps = 20"));
+}
+
+#[test]
+fn teachers_that_cannot_be() {
+    check("distill_missing", &format!("{GOOD}[distill]\nteacher = \"nothing\"\n"));
+    check("distill_range", &format!("{GOOD}[distill]\ntemperature = 0\nweight = 1.5\n"));
 }
 
 #[test]

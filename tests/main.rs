@@ -7,6 +7,7 @@ mod bounds;
 mod cuda_signatures;
 mod decoding;
 mod dispatch;
+mod distill;
 mod docs;
 mod durable;
 mod evaluations;

@@ -1,7 +1,8 @@
-//! `log.mlflow` against a server of ours that remembers every request.
+//! `log.mlflow`: against a server of ours that remembers every request, and in a SQLite file.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{TcpListener, TcpStream};
+use std::path::Path;
 use std::sync::{Arc, Mutex};
 
 use serde_json::{Value, json};
@@ -141,6 +142,8 @@ fn a_server_that_is_down_is_a_warning() {
     assert_eq!(read_json(&folder.path().join("run/summary.json"))["state"], "finished");
     for (uri, said) in [
         ("localhost:5000", "must be the address"),
+        ("sqlite:///", "must be the address"),
+        ("sqlite://mlflow.db", "must be the address"),
         ("http://", "must be the address"),
         ("https://x", "--features https"),
     ] {
@@ -148,4 +151,64 @@ fn a_server_that_is_down_is_a_warning() {
         let text = trainer(folder.path(), &["check", "job.toml", "--set", &set]).expect(2).stderr;
         assert!(text.contains(said), "{text}");
     }
+}
+
+/// The first column of every row.
+fn rows<R: rusqlite::types::FromSql>(file: &Path, query: &str) -> Vec<R> {
+    let file = rusqlite::Connection::open(file).unwrap();
+    let mut statement = file.prepare(query).unwrap();
+    statement.query_map([], |row| row.get(0)).unwrap().map(Result::unwrap).collect()
+}
+
+#[test]
+fn a_sqlite_file_has_one_run_with_every_step_once_however_often_it_is_resumed() {
+    let folder = job_folder(&job());
+    let set = "log.mlflow=sqlite:///tracked.db";
+    let fit = ["fit", "job.toml", "--run-dir", "run", "--resume", "--set", set, "-q"];
+    let mut killed = command(folder.path(), &[&fit[..], &["--max-steps", "14"]].concat());
+    finish(killed.env("TRAINER_FAULT_CRASH", "kill:9")).expect(0);
+    let done = trainer(folder.path(), &fit).expect(0);
+    assert!(!done.stderr.contains("mlflow"), "{}", done.stderr);
+    let file = folder.path().join("tracked.db");
+    assert_eq!(rows::<String>(&file, "SELECT status FROM runs"), ["FINISHED"]);
+    let run_id = &read_json(&folder.path().join("run/mlflow.json"))["run_id"];
+    assert_eq!(json!(rows::<String>(&file, "SELECT DISTINCT run_uuid FROM metrics")), json!([run_id]));
+    assert_eq!(rows::<String>(&file, "SELECT value FROM tags WHERE key = 'mlflow.runName'"), ["run"]);
+    assert_eq!(rows::<String>(&file, "SELECT value FROM params WHERE key = 'optimizer.kind'"), ["adamw"]);
+    let steps = rows::<i64>(&file, "SELECT step FROM metrics WHERE key = 'train.loss' ORDER BY step");
+    assert_eq!(steps, (1..=20).collect::<Vec<_>>());
+    // The values are those of the run's own record.
+    let events = std::fs::read_to_string(folder.path().join("run/metrics.jsonl")).unwrap();
+    let written: Vec<Value> = events.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let losses: Vec<f64> = written.iter().filter_map(|line| line["train.loss"].as_f64()).collect();
+    let stored = rows::<f64>(&file, "SELECT value FROM metrics WHERE key = 'train.loss' ORDER BY step");
+    assert!(stored.iter().all(|loss| losses.contains(loss)), "{stored:?} {losses:?}");
+    let last = rows::<i64>(&file, "SELECT step FROM latest_metrics WHERE key = 'train.loss'");
+    assert_eq!(last, [20]);
+}
+
+#[test]
+fn a_sqlite_file_that_cannot_be_written_is_a_warning() {
+    let folder = job_folder(&job());
+    let fit = |run: &str, uri: &str| {
+        let set = format!("log.mlflow=sqlite:///{uri}");
+        let done = trainer(folder.path(), &["fit", "job.toml", "--run-dir", run, "--set", &set]).expect(0);
+        assert_eq!(read_json(&folder.path().join(run).join("summary.json"))["state"], "finished");
+        done.stderr
+    };
+    let text = fit("nowhere", "no/folder/mlflow.db");
+    assert!(text.contains("not sent: no/folder/mlflow.db: unable to open database file"), "{text}");
+    // Another process writes the file and does not end.
+    let file = folder.path().join("locked.db");
+    let mut other = rusqlite::Connection::open(&file).unwrap();
+    let writing = other.transaction_with_behavior(rusqlite::TransactionBehavior::Exclusive).unwrap();
+    let text = fit("locked", "locked.db");
+    assert!(text.contains("not sent: locked.db: database is locked"), "{text}");
+    drop(writing);
+    rusqlite::Connection::open(folder.path().join("other.db"))
+        .unwrap()
+        .execute_batch("CREATE TABLE a (b)")
+        .unwrap();
+    let text = fit("other", "other.db");
+    assert!(text.contains("not a store of MLflow that a run can write: there is no table"), "{text}");
 }

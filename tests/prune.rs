@@ -93,7 +93,7 @@ fn disturbances_change_no_bit() {
         (CNN, "adafactor", "precision = \"bf16\"", "skip = \"layers.1\""),
         (MLP, "adamw8bit", "precision = \"bf16\"\nema = 0.5", ""),
         (MLP, "sgd", "accumulation_steps = 2\nclip_norm = 1.0", "scope = \"global\""),
-        (MLP, "lion", "", ""),
+        (MLP, "lion", "", "power = 1.0"),
     ];
     for (model, optimizer, train, prune) in runs {
         let momentum = if optimizer == "sgd" { "momentum = 0.9\n" } else { "" };
@@ -135,6 +135,26 @@ fn nothing_changes_before_pruning_begins() {
     let (pruned, plain) = (losses("job.toml"), losses("plain.toml"));
     assert_eq!(pruned[..8], plain[..8]);
     assert_ne!(pruned[8..], plain[8..]);
+}
+
+/// With `2:4`, two of each four inputs of an output are zero, where there are fours; the first layer has one channel.
+#[test]
+fn two_of_each_four_weights_are_zero() {
+    let prune = "schedule = \"constant\"\nstructure = \"2:4\"\nbegin_step = 6";
+    let folder = job_folder(job(CNN, "precision = \"bf16\"", prune));
+    let at = folder.path();
+    trainer(at, &["fit", "job.toml", "--run-dir", "run", "-q"]).expect(0);
+    let zeros = zeros(&newest_checkpoint(&at.join("run")).join("model.safetensors"));
+    for (name, len) in
+        [("stages.1.weight", 16 * 8 * 9), ("layers.0.weight", 32 * 256), ("layers.1.weight", 320)]
+    {
+        assert_eq!(zeros[name], (len / 2, len), "{name}");
+    }
+    assert_eq!(zeros["stages.0.weight"].0, 0);
+    let undisturbed = FinalState::of(&at.join("run"));
+    let mut killed = command(at, &["fit", "job.toml", "--run-dir", "killed", "-q"]);
+    finish(killed.env("TRAINER_FAULT_CRASH", "kill:9")).expect(0);
+    undisturbed.assert_same(&FinalState::of(&at.join("killed")));
 }
 
 /// A checkpoint of before the end of pruning is not the best, however good it is.

@@ -94,7 +94,29 @@ fn aligned(rows: &[(String, String)], width: Option<usize>) -> Vec<String> {
         true => vec![format!("    {name}"), format!("{:indent$}{value}", "")],
         false => vec![format!("    {name}{:1$} {value}", "", column - columns(name))],
     });
-    text::wrap_to(&lines.collect::<Vec<_>>(), width, indent)
+    let lines = text::wrap_to(&lines.collect::<Vec<_>>(), width, indent);
+    let Some(width) = width else { return lines };
+    lines.into_iter().flat_map(|line| broken(line, width, indent)).collect()
+}
+
+/// A line of a word that is wider than the space for it, such as the name of a column, broken to the width.
+fn broken(line: String, width: usize, indent: usize) -> Vec<String> {
+    if console::measure_text_width(&line) <= width {
+        return vec![line];
+    }
+    let (mut lines, mut columns) = (vec![String::new()], 0);
+    for c in line.chars() {
+        let wide = console::measure_text_width(c.encode_utf8(&mut [0; 4]));
+        if columns + wide > width && width > indent + wide {
+            lines.push(" ".repeat(indent));
+            columns = indent;
+        }
+        columns += wide;
+        if let Some(last) = lines.last_mut() {
+            last.push(c);
+        }
+    }
+    lines
 }
 
 /// A warning, if parameters are frozen as they are initialized at random.
@@ -112,7 +134,7 @@ fn pruning_cut_short(setup: &Setup) -> Option<String> {
             "pruning ends at step {} and the run at step {last}, with a sparsity of {:.3} instead of {}",
             prune.last_step(),
             prune.sparsity(last),
-            prune.final_sparsity
+            prune.target()
         )
     })
 }
@@ -221,6 +243,17 @@ mod tests {
                 "                      number, standardized",
             ]
         );
+        let name = "a_column_name_that_has_forty_two_letters_x";
+        for width in [40, 60, 61, 62] {
+            let sample = row("sample 0", &format!("row {name} = -1.703, b = 2  target a"));
+            let lines = aligned(&[row(name, "number"), sample], Some(width));
+            assert!(lines.iter().all(|line| line.len() <= width), "{width}: {lines:?}");
+            assert!(
+                lines[2..]
+                    .iter()
+                    .all(|line| line.starts_with("    sample 0") || line.starts_with(&" ".repeat(19)))
+            );
+        }
         for width in 40..100 {
             let lines = aligned(
                 &[row("target", "2 classes: no, yes, and some more of them"), rows[0].clone()],

@@ -104,7 +104,7 @@ impl Exit {
     fn from_failure(failure: &Failure) -> Exit {
         match failure {
             Failure::SessionDoesNotFit { .. } => Exit::Memory,
-            Failure::WrongTask { .. } | Failure::Init(_) => Exit::Usage,
+            Failure::WrongTask { .. } | Failure::Init(_) | Failure::Teacher(_) => Exit::Usage,
             Failure::BadRow(_) => Exit::Data,
             Failure::DoesNotFit(_) | Failure::OutOfMemory { .. } | Failure::Killed { .. } => Exit::Memory,
             Failure::Signal { signal, .. } => Exit::Worker((128 + signal) as u8),

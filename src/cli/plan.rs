@@ -105,6 +105,8 @@ impl PlanArgs {
         }
         let job_memory = job.memory.clone();
         let mut setup = Setup::open(job, machine.ram, &common.open_options())?.with_process_measured();
+        // A run would refuse weights that do not match the model.
+        setup.initial_weights()?;
         setup.set_reference(common.uses_reference());
         let plan = match self.measure {
             // On a pool thread, as in a run.

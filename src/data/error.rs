@@ -139,7 +139,7 @@ impl DataError {
     pub fn hint(&self) -> Option<&'static str> {
         Some(match self {
             DataError::Io { source, .. } if source.kind() == io::ErrorKind::IsADirectory => {
-                "name the files in the folder, by a pattern such as `folder/*.csv`"
+                "name the files in the folder by a pattern, such as `folder/*.csv` or `folder/*.txt`"
             }
             DataError::Io { .. } => "check the path and the permissions of the file",
             DataError::EmptyFile { .. } | DataError::Truncated { .. } | DataError::Corrupt { .. } => {

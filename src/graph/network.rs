@@ -27,6 +27,9 @@ use crate::layers::loss::{Loss, MetricSums, PendingMetricSums};
 use crate::layers::{Layer, Mode, PassContext, SavedTensors};
 use crate::memory::{Ledger, Oom, Reservation};
 
+/// The name that the reservation of the teacher's logits carries.
+const TEACHER_LOGITS: &str = "teacher's logits";
+
 /// A node of a block.
 pub enum Node {
     Layer(Box<dyn Layer>),
@@ -56,6 +59,8 @@ pub struct LayerBlock {
 pub struct Network {
     pub blocks: Vec<LayerBlock>,
     pub loss: Box<dyn Loss>,
+    /// A trained network whose logits the loss reads in training.
+    pub teacher: Option<Box<Network>>,
 }
 
 /// Why a step failed.
@@ -168,6 +173,7 @@ impl Network {
     ) -> StepResult<PendingMetricSums> {
         let _kernels = ReferenceScope::enter(exec.spec.backend.is_reference());
         exec.ledger.set_phase(Phase::Forward);
+        let teacher_logits = self.teacher_logits(exec, batch)?;
         let mut x = ReservedTensor { value: batch.map(|b| b.inputs.clone()), ..ReservedTensor::default() };
         let mut saved_blocks = Vec::with_capacity(self.blocks.len());
         for block in &self.blocks {
@@ -198,6 +204,7 @@ impl Network {
             let _work = exec.reserve(Role::Workspace, self.loss.name(), cost.backward_workspace)?;
             let (metrics, value) = match (&exec.pass, batch, &x.value) {
                 (Some(pass), Some(batch), Some(x)) => {
+                    let pass = &PassContext { teacher_logits: teacher_logits.value.as_ref(), ..*pass };
                     self.loss.forward_backward(x, &batch.targets, pass, needs_input_grad)?
                 }
                 _ => (MetricSums::default().into(), None),
@@ -205,7 +212,7 @@ impl Network {
             Ok((metrics, ReservedTensor { value, reservation, requires_grad: needs_input_grad }))
         };
         let (metrics, mut dy) = node_timer::time(name, NodePass::Backward, exec.ledger, loss)?;
-        drop(x);
+        drop((x, teacher_logits));
         if !needs_input_grad {
             return Ok(metrics);
         }
@@ -272,6 +279,22 @@ impl Network {
         self.output_of(exec, &x)
     }
 
+    /// The teacher's logits, if there is one; nothing else of its pass stays.
+    fn teacher_logits(&self, exec: &Executor, batch: Option<&DeviceBatch>) -> StepResult<ReservedTensor> {
+        let Some(teacher) = &self.teacher else { return Ok(ReservedTensor::default()) };
+        let pass = exec.pass.as_ref().and_then(|pass| {
+            Some(PassContext { store: pass.teacher?, mode: Mode::Eval, teacher: None, ..*pass })
+        });
+        let exec =
+            Executor { pass, spec: exec.spec, ledger: exec.ledger, recompute_blocks: 0, offload: None };
+        let x = teacher.run_blocks(&exec, batch.map(|b| &b.inputs))?;
+        let value = teacher.output_of(&exec, &x)?;
+        drop(x);
+        let bytes = exec.spec.bytes(teacher.loss.outputs_per_sample());
+        let reservation = exec.reserve(Role::Activations, TEACHER_LOGITS, bytes)?;
+        Ok(ReservedTensor { value, reservation, requires_grad: false })
+    }
+
     fn output_of(&self, exec: &Executor, x: &ReservedTensor) -> StepResult<Option<Tensor>> {
         let bytes = exec.spec.bytes(self.loss.outputs_per_sample());
         let _hold = exec.reserve(Role::Activations, self.loss.name(), bytes)?;
@@ -326,6 +349,10 @@ impl Network {
     /// Runs all blocks in evaluation mode.
     fn forward_blocks(&self, exec: &Executor, inputs: Option<&Tensor>) -> StepResult<ReservedTensor> {
         exec.ledger.set_phase(Phase::Eval);
+        self.run_blocks(exec, inputs)
+    }
+
+    fn run_blocks(&self, exec: &Executor, inputs: Option<&Tensor>) -> StepResult<ReservedTensor> {
         let mut x = ReservedTensor { value: inputs.cloned(), ..ReservedTensor::default() };
         for block in &self.blocks {
             x = exec.forward(&block.nodes, x, false, Mode::Eval, None)?.0;

@@ -312,6 +312,8 @@ impl<'a> Generator<'a> {
             loss_scale: 1.0,
             tracked: None,
             cache: Some(CachePass { cache: &self.cache, rows: cache_rows }),
+            teacher: None,
+            teacher_logits: None,
         };
         let spec =
             MicroBatchSpec { batch: rows.len(), dtype: self.inputs.dtype, backend: self.inputs.backend };

@@ -369,6 +369,8 @@ impl Session {
             loss_scale: 1.0,
             tracked: None,
             cache: None,
+            teacher: None,
+            teacher_logits: None,
         };
         let exec = Executor { pass: Some(pass), spec, ledger, recompute_blocks: 0, offload: None };
         Ok(run(network, &exec, &tensors)?)

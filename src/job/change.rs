@@ -30,7 +30,7 @@ const CHANGEABLE_ON_RESUME: [&str; 18] = [
 ];
 
 /// Keys that name files. If a run's data is identified by its content, the files may be moved.
-const PATH_KEYS: [&str; 12] = [
+const PATH_KEYS: [&str; 13] = [
     "data.train",
     "data.valid",
     "data.test",
@@ -43,6 +43,7 @@ const PATH_KEYS: [&str; 12] = [
     "data.tokenizer",
     "data.tokens",
     "data.template",
+    "distill.teacher",
 ];
 
 /// Values of such keys that name no file.

@@ -8,6 +8,7 @@
 mod change;
 mod check;
 mod data;
+mod distill;
 mod error;
 mod image_models;
 mod layers;
@@ -33,6 +34,7 @@ use serde::{Deserialize, Serialize};
 
 pub use change::{JobChange, job_values};
 pub use data::*;
+pub use distill::DistillConfig;
 pub use error::{ErrorCode, JobError, JobErrors};
 pub use image_models::*;
 pub use layers::*;
@@ -43,7 +45,7 @@ pub use optimizer::{
     OnecycleSchedule, OptimizerConfig, OptimizerKind, ScheduleConfig, SgdConfig, StepSchedule,
 };
 pub use progress::{BestMetric, CheckpointConfig, EvalConfig, Interval, LogConfig, MemoryLog, Metric};
-pub use prune::{PruneConfig, PruneSchedule, PruneScope};
+pub use prune::{PruneConfig, PruneSchedule, PruneScope, PruneStructure};
 pub use reference::job_markdown;
 pub use schema::schema;
 pub use source_map::{Snippet, SourceLocation};
@@ -83,6 +85,8 @@ pub struct Job {
     pub stop: StopConfig,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub prune: Option<PruneConfig>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub distill: Option<DistillConfig>,
     #[serde(default)]
     pub log: LogConfig,
 }

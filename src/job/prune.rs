@@ -17,10 +17,10 @@ pub struct PruneConfig {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(range(min = 0.0), extend("exclusiveMaximum" = 1.0))]
     pub initial: Option<f64>,
-    /// Sparsity that pruning ends with.
-    #[serde(rename = "final")]
+    /// Sparsity that pruning ends with. Required, but not with `structure = "2:4"`, which has 0.5.
+    #[serde(default, rename = "final", skip_serializing_if = "Option::is_none")]
     #[schemars(extend("exclusiveMinimum" = 0.0, "exclusiveMaximum" = 1.0))]
-    pub final_sparsity: f64,
+    pub final_sparsity: Option<f64>,
     /// The update after which the first weights are pruned.
     #[serde(default = "begin_step")]
     #[schemars(range(min = 1, max = 1_000_000_000))]
@@ -40,6 +40,9 @@ pub struct PruneConfig {
     /// What has the given sparsity.
     #[serde(default)]
     pub scope: PruneScope,
+    /// Which weights are zero together.
+    #[serde(default)]
+    pub structure: PruneStructure,
     /// Parameters that are not pruned: patterns as in `train.freeze`, without exceptions.
     #[serde(default, skip_serializing_if = "Vec::is_empty", deserialize_with = "list_of_one_or_many")]
     #[schemars(transform = one_or_list)]
@@ -66,6 +69,18 @@ pub enum PruneScope {
     Global,
 }
 
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub enum PruneStructure {
+    /// Any weights.
+    #[default]
+    #[serde(rename = "weights")]
+    Weights,
+    /// Two of each four neighbours along the inputs, which the sparse tensor cores of NVIDIA GPUs since Ampere skip; only with
+    /// `schedule = "constant"`. Weights whose inputs, or input channels, are no multiple of four are not pruned.
+    #[serde(rename = "2:4")]
+    TwoOfFour,
+}
+
 fn begin_step() -> u64 {
     1
 }
@@ -79,6 +94,14 @@ fn power() -> f64 {
 }
 
 impl PruneConfig {
+    /// The sparsity that pruning ends with.
+    pub fn target(&self) -> f64 {
+        match self.structure {
+            PruneStructure::Weights => self.final_sparsity.unwrap_or(0.0),
+            PruneStructure::TwoOfFour => 0.5,
+        }
+    }
+
     /// The update of the last selection.
     pub fn last_step(&self) -> u64 {
         self.end_step.unwrap_or(self.begin_step)
@@ -90,11 +113,11 @@ impl PruneConfig {
             return 0.0;
         }
         if step >= self.last_step() {
-            return self.final_sparsity;
+            return self.target();
         }
         let progress = (step - self.begin_step) as f64 / (self.last_step() - self.begin_step) as f64;
-        let initial = self.initial.unwrap_or(0.0);
-        self.final_sparsity + (initial - self.final_sparsity) * (1.0 - progress).powf(self.power)
+        let (initial, target) = (self.initial.unwrap_or(0.0), self.target());
+        target + (initial - target) * (1.0 - progress).powf(self.power)
     }
 
     /// Whether weights are selected after this many updates.
@@ -137,5 +160,7 @@ mod tests {
         let c = config("schedule = 'constant'\nfinal = 0.6\nbegin_step = 7");
         assert_eq!((0..30).filter(|step| c.is_due(*step)).collect::<Vec<_>>(), [7]);
         assert_eq!((c.sparsity(6), c.sparsity(7)), (0.0, 0.6));
+        let c = config("schedule = 'constant'\nstructure = '2:4'");
+        assert_eq!((c.sparsity(0), c.sparsity(1)), (0.0, 0.5));
     }
 }

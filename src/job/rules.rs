@@ -10,8 +10,8 @@ use super::error::{ErrorCode, JobError};
 use super::source_map::WHOLE_FILE;
 use super::{
     AugmentConfig, BestMetric, CategoryEncoding, ClassWeightsConfig, CsvConfig, IdxConfig, Job, JsonConfig,
-    JsonlConfig, OptimizerConfig, ParquetConfig, Precision, PruneSchedule, RunLength, SourceConfig,
-    SplitKind, Task,
+    JsonlConfig, OptimizerConfig, ParquetConfig, Precision, PruneSchedule, PruneStructure, RunLength,
+    SourceConfig, SplitKind, Task,
 };
 
 /// Every contradiction in `job`, reported where `tree` states it.
@@ -34,13 +34,20 @@ pub(super) fn contradictions(job: &Job, tree: &DeTable) -> Vec<SpannedError> {
     }
     if let Some(uri) = &job.log.mlflow {
         let host = uri.strip_prefix("http://").or_else(|| uri.strip_prefix("https://"));
-        if host
-            .is_none_or(|host| host.is_empty() || host.starts_with('/') || host.contains(char::is_whitespace))
+        let is_server = host.is_some_and(|host| {
+            !host.is_empty() && !host.starts_with('/') && !host.contains(char::is_whitespace)
+        });
+        let file = uri.strip_prefix("sqlite:///");
+        if !is_server
+            && !file.is_some_and(|path| !path.is_empty() && !path.ends_with('/') && !path.contains('?'))
         {
             report(
                 "log.mlflow",
-                format!("`log.mlflow` must be the address of an MLflow server, not \"{uri}\""),
-                "write it as \"http://localhost:5000\"; `mlflow server` starts one".into(),
+                format!(
+                    "`log.mlflow` must be the address of an MLflow server or a SQLite file, not \"{uri}\""
+                ),
+                "write \"http://localhost:5000\" (`mlflow server` starts one), or \"sqlite:///mlflow.db\""
+                    .into(),
             );
         } else if uri.starts_with("https://") && !cfg!(feature = "https") {
             report(
@@ -283,7 +290,29 @@ fn split_contradictions(job: &Job, tree: &DeTable, report: &mut impl FnMut(&str,
 /// Keys of `[prune]` that contradict each other or the length of the run.
 fn prune_contradictions(job: &Job, report: &mut impl FnMut(&str, String, String)) {
     let Some(prune) = &job.prune else { return };
-    let (begin, last, sparsity) = (prune.begin_step, prune.last_step(), prune.final_sparsity);
+    let (begin, last, sparsity) = (prune.begin_step, prune.last_step(), prune.target());
+    match (prune.structure, prune.final_sparsity) {
+        (PruneStructure::Weights, None) => {
+            return report(
+                "prune",
+                "`prune.final` is missing: the sparsity that pruning ends with".into(),
+                "add `final = 0.8` for four fifths of the weights".into(),
+            );
+        }
+        (PruneStructure::TwoOfFour, Some(_)) => report(
+            "prune.final",
+            "`prune.final` has no effect with `structure = \"2:4\"`".into(),
+            "remove it: half of the weights are zero".into(),
+        ),
+        _ => {}
+    }
+    if (prune.structure, prune.schedule) == (PruneStructure::TwoOfFour, PruneSchedule::Polynomial) {
+        return report(
+            "prune.structure",
+            "`prune.structure = \"2:4\"` needs `prune.schedule = \"constant\"`".into(),
+            "two of each four weights are pruned at once, at `begin_step`".into(),
+        );
+    }
     match (prune.schedule, prune.end_step) {
         (PruneSchedule::Polynomial, None) => report(
             "prune",

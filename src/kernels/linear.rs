@@ -177,7 +177,7 @@ impl LinearKernel<'_> {
         grads: &WeightBiasGrads,
         needs_input_grad: bool,
     ) -> Result<Option<Tensor>> {
-        on_cuda!(self.weight, |device| self.backward_cuda(device, x, v, dy, grads, needs_input_grad));
+        on_cuda!(&dy, |device| self.backward_cuda(device, x, v, &dy, grads, needs_input_grad));
         if !reference::has_cpu_kernel(&dy) {
             return match x {
                 Some(x) => self.backward_reference(x, dy, grads, needs_input_grad),

@@ -57,6 +57,21 @@ impl PendingMetricSums {
     }
 }
 
+impl PendingMetricSums {
+    /// The same with `factor` times the loss, plus `other`: one f64 on the same device.
+    pub fn with_loss(&self, factor: f64, other: &Tensor) -> Result<Self> {
+        match self {
+            Self::Ready(sums) => {
+                Ok(Self::Ready(MetricSums { loss: factor * sums.loss + other.to_scalar::<f64>()?, ..*sums }))
+            }
+            Self::OnDevice(sums) => {
+                let loss = ((sums.narrow(0, 0, 1)? * factor)? + other.reshape(1)?)?;
+                Ok(Self::OnDevice(Tensor::cat(&[loss, sums.narrow(0, 1, 4)?], 0)?))
+            }
+        }
+    }
+}
+
 impl From<MetricSums> for PendingMetricSums {
     fn from(tally: MetricSums) -> Self {
         PendingMetricSums::Ready(tally)

@@ -36,6 +36,7 @@ pub mod cross_entropy;
 pub mod cuda;
 pub mod depthwise;
 pub mod dispatch;
+pub mod distillation;
 pub mod dropout;
 pub mod elem;
 pub mod embedding;

@@ -340,6 +340,8 @@ mod tests {
             loss_scale: 1.0,
             tracked: None,
             cache: None,
+            teacher: None,
+            teacher_logits: None,
         };
         let x =
             random_tensor(&[batch, 20, 20, c], 5).affine(3.0, 1000.0).unwrap().to_dtype(DType::F32).unwrap();

@@ -100,6 +100,8 @@ impl TestContext {
             loss_scale: 1.0,
             tracked: None,
             cache: None,
+            teacher: None,
+            teacher_logits: None,
         }
     }
 }

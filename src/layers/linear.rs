@@ -92,11 +92,10 @@ impl Linear {
             Some((last, leading)) => (*last, leading.to_vec()),
             None => (1, Vec::new()),
         };
-        let shape = match options.weight_layout {
-            WeightLayout::OutIn => [outputs, inputs],
-            WeightLayout::InOut => [inputs, outputs],
+        let weight = match options.weight_layout {
+            WeightLayout::OutIn => registry.param(weight, [outputs, inputs], options.init),
+            WeightLayout::InOut => registry.transposed_weight(weight, [inputs, outputs], options.init),
         };
-        let weight = registry.param(weight, shape, options.init);
         let bias = options.bias.then(|| registry.param(bias, [outputs], options.bias_init));
         Self {
             name: name.into(),

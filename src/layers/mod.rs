@@ -14,6 +14,7 @@ pub mod categorical_embedding;
 pub mod class_token;
 pub mod conv;
 pub mod cross_entropy;
+pub mod distillation;
 pub mod dropout;
 pub mod embedding;
 pub mod first_token;
@@ -151,6 +152,10 @@ pub struct PassContext<'a> {
     pub tracked: Option<&'a TrackedParams>,
     /// The key-value cache that this pass reads and appends to, if it decodes.
     pub cache: Option<CachePass<'a>>,
+    /// The weights of the teacher, if the network has one.
+    pub teacher: Option<&'a ParamStore>,
+    /// The teacher's logits of this micro-batch, for the loss.
+    pub teacher_logits: Option<&'a Tensor>,
 }
 
 /// Copies of the trained parameters that a layer reads, for candle's autograd to track.

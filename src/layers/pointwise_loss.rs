@@ -296,6 +296,8 @@ mod tests {
             loss_scale: 1.0,
             tracked: None,
             cache: None,
+            teacher: None,
+            teacher_logits: None,
         };
         let of = |v: [f32; 3]| Tensor::from_vec(v.to_vec(), (3, 1), &test_device()).unwrap();
         let metrics =

@@ -10,6 +10,7 @@ use crate::layers::Layer;
 use crate::layers::activation::ActivationLayer;
 use crate::layers::categorical_embedding::CategoricalEmbedding;
 use crate::layers::cross_entropy::CrossEntropy;
+use crate::layers::distillation::{DistillOptions, Distillation};
 use crate::layers::dropout::Dropout;
 use crate::layers::flatten::Flatten;
 use crate::layers::linear::{Linear, LinearOptions};
@@ -24,7 +25,7 @@ pub enum ModelError {
     Shape { layer: String, got: Vec<usize>, needs: String },
     #[error("models of kind `{kind}` need {needs}, and the data has {got}")]
     Data { kind: &'static str, needs: &'static str, got: String },
-    #[error("`train.{}` needs {needs} as targets, and the data has {got}", key(loss))]
+    #[error("`{}` needs {needs} as targets, and the data has {got}", key(loss))]
     Loss { loss: &'static str, needs: &'static str, got: String },
     #[error("`train.class_weights` names `{name}`, which is no class; the classes are {classes}")]
     ClassWeight { name: String, classes: String },
@@ -45,8 +46,9 @@ pub enum ModelError {
 /// The job key that sets a loss or what belongs to it.
 fn key(loss: &str) -> String {
     match loss {
-        "class_weights" | "label_smoothing" => loss.to_owned(),
-        _ => format!("loss = \"{loss}\""),
+        "distill" => "[distill]".to_owned(),
+        "class_weights" | "label_smoothing" => format!("train.{loss}"),
+        _ => format!("train.loss = \"{loss}\""),
     }
 }
 
@@ -59,6 +61,8 @@ pub struct LossOptions {
     pub label_smoothing: f64,
     /// One per class.
     pub class_weights: Option<Vec<f32>>,
+    /// A teacher's part in it.
+    pub distill: Option<DistillOptions>,
 }
 
 /// The linear layer of a loss.
@@ -262,6 +266,9 @@ impl NetworkBuilder {
             let loss = if options.class_weights.is_some() { "class_weights" } else { "label_smoothing" };
             return Err(self.wrong_loss(loss, "classes"));
         }
+        if options.distill.is_some() {
+            return Err(self.wrong_loss("distill", "one class per sample, or tokens,"));
+        }
         self.set_pointwise_loss(name, head, kind);
         Ok(())
     }
@@ -301,6 +308,9 @@ impl NetworkBuilder {
                 LossKind::Focal => PointwiseLossFn::Focal { gamma },
                 _ => PointwiseLossFn::BceWithLogits,
             };
+            if options.distill.is_some() {
+                return Err(self.wrong_loss("distill", "one class per sample, or tokens,"));
+            }
             self.set_pointwise_loss(name, head, kind);
             return Ok(());
         }
@@ -324,18 +334,25 @@ impl NetworkBuilder {
             _ => 0.0,
         };
         let HeadParams { weight, tied, bias, positions, width, outputs } = head;
-        self.set_loss(CrossEntropy {
-            name,
-            weight,
-            tied,
-            bias,
-            positions,
-            width,
-            classes: outputs,
-            smoothing: options.label_smoothing,
-            focal_gamma,
-            class_weights: options.class_weights.clone().map(Into::into),
-        });
+        let (hard, distill) = (
+            CrossEntropy {
+                name,
+                weight,
+                tied,
+                bias,
+                positions,
+                width,
+                classes: outputs,
+                smoothing: options.label_smoothing,
+                focal_gamma,
+                class_weights: options.class_weights.clone().map(Into::into),
+            },
+            options.distill,
+        );
+        match distill {
+            Some(options) => self.set_loss(Distillation { hard, options }),
+            None => self.set_loss(hard),
+        }
         Ok(())
     }
 
@@ -347,7 +364,7 @@ impl NetworkBuilder {
         let mut blocks: Vec<LayerBlock> =
             self.blocks.into_iter().filter(|block| !block.nodes.is_empty()).collect();
         blocks.iter_mut().enumerate().for_each(|(i, block)| block.recompute_rank = i);
-        let network = Network { blocks, loss: self.loss.ok_or(ModelError::NoLoss)? };
+        let network = Network { blocks, loss: self.loss.ok_or(ModelError::NoLoss)?, teacher: None };
         self.registry.check_rules()?;
         Ok(BuiltModel { network, layout: self.registry.into_layout()? })
     }

@@ -10,10 +10,10 @@ use candle_core::{DType, Device, Result, Tensor};
 use rayon::prelude::*;
 
 use crate::base::Backend;
-use crate::job::{PruneConfig, PruneScope};
+use crate::job::{PruneConfig, PruneScope, PruneStructure};
 use crate::kernels::{host, mask};
 use crate::param_store::ParamStore;
-use crate::params::FlatLayout;
+use crate::params::{FlatLayout, TensorSpec, TensorUse};
 
 /// Weights per task of a histogram.
 const CHUNK: usize = 1 << 20;
@@ -74,16 +74,18 @@ struct PrunedTensor {
     weights: Range<usize>,
     /// In the mask.
     mask: Range<usize>,
+    /// Between two inputs of an output, in values.
+    input_stride: usize,
 }
 
 impl Pruning {
     /// Nothing is pruned yet.
     pub fn new(config: &PruneConfig, params: &FlatLayout, device: &Device) -> Result<Self> {
         let mut end = 0;
-        let tensors = params.pruned().map(|(_, weights)| {
+        let tensors = params.pruned().map(|(spec, weights)| {
             let mask = end..end + weights.len();
             end = mask.end;
-            PrunedTensor { weights, mask }
+            PrunedTensor { weights, mask, input_stride: input_stride(spec) }
         });
         let tensors: Vec<PrunedTensor> = tensors.collect();
         Ok(Self { config: config.clone(), mask: Tensor::ones(end, DType::U8, device)?, tensors })
@@ -98,14 +100,52 @@ impl Pruning {
         step >= self.config.begin_step
     }
 
+    /// Keeps the pruned weights at zero after update `step`, in the master weights, in their copy in the compute dtype and in
+    /// `average`; then selects more of them, if that is due. Pruned weights are zero when it does, so that they stay pruned.
+    pub fn after_update(
+        &self,
+        store: &ParamStore,
+        average: Option<&Tensor>,
+        step: u64,
+    ) -> Result<Option<PrunedCount>> {
+        if !self.is_active(step) {
+            return Ok(None);
+        }
+        self.apply(store, average)?;
+        if !self.is_due(step) {
+            return Ok(None);
+        }
+        let count = self.select(store, step)?;
+        self.apply(store, average)?;
+        Ok(Some(count))
+    }
+
     /// Whether weights are selected after update `step`.
     pub fn is_due(&self, step: u64) -> bool {
         self.config.is_due(step)
     }
 
     /// Selects the weights to prune after update `step`, by the magnitudes of `store`.
-    pub fn select(&self, store: &ParamStore, step: u64) -> Result<PrunedCount> {
-        let sparsity = self.config.sparsity(step);
+    fn select(&self, store: &ParamStore, step: u64) -> Result<PrunedCount> {
+        match self.config.structure {
+            PruneStructure::Weights => self.select_weights(store, self.config.sparsity(step)),
+            PruneStructure::TwoOfFour => self.select_two_of_four(store),
+        }
+    }
+
+    fn select_two_of_four(&self, store: &ParamStore) -> Result<PrunedCount> {
+        for tensor in &self.tensors {
+            let weights = narrow(&store.master_weights, &tensor.weights)?;
+            let weights = host::read(&weights)?;
+            host::write(&narrow(&self.mask, &tensor.mask)?, |mask: &mut [u8]| {
+                mark_two_of_four(&weights, mask, tensor.input_stride)
+            })?;
+        }
+        let weights = self.mask.elem_count() as u64;
+        Ok(PrunedCount { pruned: weights / 2, weights })
+    }
+
+    fn select_weights(&self, store: &ParamStore, sparsity: f64) -> Result<PrunedCount> {
         let magnitudes = |tensor: &PrunedTensor| narrow(&store.master_weights, &tensor.weights);
         let mut pruned = 0;
         // One threshold for a tensor, or for all.
@@ -135,8 +175,8 @@ impl Pruning {
         Ok(PrunedCount { pruned, weights: self.mask.elem_count() as u64 })
     }
 
-    /// Sets the pruned weights to zero: in the master weights, in their copy in the compute dtype and in `average`.
-    pub fn apply(&self, store: &ParamStore, average: Option<&Tensor>) -> Result<()> {
+    /// Sets the pruned weights to zero.
+    fn apply(&self, store: &ParamStore, average: Option<&Tensor>) -> Result<()> {
         let copy =
             (store.compute_weights.dtype() != store.master_weights.dtype()).then_some(&store.compute_weights);
         for buffer in [Some(&store.master_weights), copy, average].into_iter().flatten() {
@@ -153,6 +193,26 @@ impl Pruning {
 
 fn narrow(buffer: &Tensor, range: &Range<usize>) -> Result<Tensor> {
     buffer.narrow(0, range.start, range.len())
+}
+
+/// Filters are stored with their channels last.
+fn input_stride(spec: &TensorSpec) -> usize {
+    match spec.usage {
+        TensorUse::TransposedWeight => spec.shape[1],
+        TensorUse::Weight | TensorUse::Table => 1,
+    }
+}
+
+/// Marks the two smallest of each four neighbours with 0, and the others with 1. The neighbours are `stride` values apart.
+fn mark_two_of_four(values: &[f32], mask: &mut [u8], stride: usize) {
+    let block = 4 * stride;
+    mask.par_chunks_mut(block).zip(values.par_chunks(block)).for_each(|(mask, values)| {
+        for first in 0..stride {
+            let mut at = [0, 1, 2, 3].map(|k| first + k * stride);
+            at.sort_by_key(|&i| magnitude(values[i]));
+            at.into_iter().enumerate().for_each(|(rank, i)| mask[i] = u8::from(rank >= 2));
+        }
+    });
 }
 
 /// How many of `len` are pruned at this sparsity; one always stays.
@@ -254,6 +314,7 @@ mod tests {
         registry.table("c.weight", [20, 9], ParamInit::Normal(0.001));
         registry.param("d.weight", [7, 11], ParamInit::Normal(0.1));
         registry.param("frozen.weight", [7, 11], ParamInit::Normal(0.001));
+        registry.transposed_weight("e.weight", [12, 10], ParamInit::Normal(0.1));
         registry.check_rules().unwrap();
         registry.into_layout().unwrap()
     }
@@ -282,13 +343,19 @@ mod tests {
         let count = pruning.select(&store, 1).unwrap();
         let average = store.copy_master_weights().unwrap();
         pruning.apply(&store, Some(&average)).unwrap();
-        let expected =
-            [("a.weight", 600), ("b.weight", 450), ("c.weight", 0), ("d.weight", 39), ("a.bias", 0)];
+        let expected = [
+            ("a.weight", 600),
+            ("b.weight", 450),
+            ("c.weight", 0),
+            ("d.weight", 39),
+            ("e.weight", 60),
+            ("a.bias", 0),
+        ];
         let expected: Vec<(String, usize)> = expected.map(|(name, n)| (name.to_owned(), n)).into();
         for buffer in [&store.master_weights, &store.compute_weights, &average] {
             assert_eq!(zeros(&store, buffer), expected);
         }
-        assert_eq!(count, PrunedCount { pruned: 600 + 450 + 39, weights: 1200 + 900 + 77 });
+        assert_eq!(count, PrunedCount { pruned: 600 + 450 + 39 + 60, weights: 1200 + 900 + 77 + 120 });
         assert_eq!(mask_bytes(&store.layout.params), count.weights);
     }
 
@@ -297,7 +364,7 @@ mod tests {
         let prune = format!("{CONSTANT}skip = ['d', '*.bias']");
         assert_eq!(
             layout(&prune).params.pruned().map(|(spec, _)| &*spec.name).collect::<Vec<_>>(),
-            ["a.weight", "b.weight"]
+            ["a.weight", "b.weight", "e.weight"]
         );
     }
 
@@ -310,9 +377,9 @@ mod tests {
         let count = pruning.select(&store, 1).unwrap();
         pruning.apply(&store, None).unwrap();
         let zeros = zeros(&store, &store.master_weights);
-        assert_eq!(count.pruned, 1089);
-        assert_eq!(zeros.iter().map(|(_, n)| n).sum::<usize>(), 1089);
-        assert!(zeros[0].1 > 850 && zeros[1].1 < 200, "{zeros:?}");
+        assert_eq!(count.pruned, 1149);
+        assert_eq!(zeros.iter().map(|(_, n)| n).sum::<usize>(), 1149);
+        assert!(zeros[0].1 > 800 && zeros[1].1 < 200, "{zeros:?}");
     }
 
     /// Whatever the optimizer, pruned weights stay zero, in the average too, and more of them are pruned at each selection.
@@ -334,10 +401,7 @@ mod tests {
                 let step = OptimizerStep { lr: 0.01, grad_scale: 0.5, device_grad_scale: None, step_count };
                 optimizer.update(&store, step).unwrap();
                 ema_update(&average, &store.master_weights, 0.9).unwrap();
-                if pruning.is_due(step_count) {
-                    pruning.select(&store, step_count).unwrap();
-                }
-                pruning.apply(&store, Some(&average)).unwrap();
+                pruning.after_update(&store, Some(&average), step_count).unwrap();
                 let mask = host::to_vec::<u8>(&pruning.mask).unwrap();
                 assert!(mask.iter().zip(&before).all(|(now, was)| now <= was), "{kind}: none is revived");
                 let pruned = mask.iter().filter(|keep| **keep == 0).count();
@@ -348,7 +412,7 @@ mod tests {
                 before = mask;
             }
             let pruned = before.iter().filter(|keep| **keep == 0).count();
-            assert_eq!(pruned, 1080 + 810 + 69, "{kind}");
+            assert_eq!(pruned, 1080 + 810 + 69 + 108, "{kind}");
         }
     }
 
@@ -384,6 +448,33 @@ mod tests {
         fn a_compressed_model_is_smaller_the_sparser(sparsity in 0.0f64..0.98) {
             let (less, more) = (compressed_bytes(1 << 20, sparsity), compressed_bytes(1 << 20, sparsity + 0.02));
             prop_assert!(more < less && less <= 4 << 20);
+        }
+    }
+
+    #[test]
+    fn two_of_each_four_inputs_stay() {
+        let [mut mask, mut transposed] = [[7; 8]; 2];
+        mark_two_of_four(&[1.0, -4.0, 3.0, 2.0, 5.0, 0.0, 0.0, 0.0], &mut mask, 1);
+        assert_eq!(mask, [0, 1, 1, 0, 1, 0, 0, 1]);
+        mark_two_of_four(&[1.0, 5.0, -4.0, 0.0, 3.0, 0.0, 2.0, 0.0], &mut transposed, 2);
+        assert_eq!(transposed, [0, 1, 1, 0, 1, 0, 0, 1]);
+    }
+
+    /// `a` has 30 inputs, `b` two channels and `d` eleven: only the (in, out) weight is left.
+    #[test]
+    fn two_of_four_needs_multiples_of_four_inputs() {
+        let prune = "schedule = 'constant'\nstructure = '2:4'";
+        let store = ParamStore::new(layout(prune), 1, DType::F32, &test_device()).unwrap();
+        let pruning = pruning(prune, &store.layout.params);
+        let count = pruning.select(&store, 1).unwrap();
+        pruning.apply(&store, None).unwrap();
+        assert_eq!(count, PrunedCount { pruned: 60, weights: 120 });
+        let values = values(&store.weight_views()[6]);
+        for output in 0..10 {
+            for four in 0..3 {
+                let zeros = (0..4).filter(|k| values[(4 * four + k) * 10 + output] == 0.0).count();
+                assert_eq!(zeros, 2, "output {output}, inputs from {}", 4 * four);
+            }
         }
     }
 

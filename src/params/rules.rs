@@ -6,16 +6,16 @@
 
 use glob::Pattern;
 
-use super::{ParamGroup, Placement};
-use crate::job::{Job, TrainConfig};
+use super::{ParamGroup, Placement, TensorSpec, TensorUse};
+use crate::job::{Job, PruneStructure, TrainConfig};
 
 /// Patterns on names, compiled.
 #[derive(Clone, Debug, Default)]
 pub struct ParamRules {
     freeze: Vec<FreezeRule>,
     groups: Vec<GroupRule>,
-    /// What `[prune]` leaves out; `None` without that table.
-    prune_skip: Option<Vec<NamePattern>>,
+    /// `None` without `[prune]`.
+    prune: Option<PruneRule>,
 }
 
 /// Why the rules of a job do not apply to its model.
@@ -26,7 +26,8 @@ pub enum RulesError {
     #[error("`train.freeze` leaves no parameter to train")]
     AllFrozen,
     #[error(
-        "`[prune]` finds nothing to prune: no weight of a linear layer or convolution is trained and not in `prune.skip`"
+        "`[prune]` finds nothing to prune: no weight of a linear layer or convolution is trained, not in `prune.skip` and \
+         of the structure, which for \"2:4\" needs a multiple of four inputs"
     )]
     NothingPruned,
 }
@@ -36,6 +37,20 @@ struct FreezeRule {
     pattern: NamePattern,
     /// False for an exception, which is written `!pattern`.
     freezes: bool,
+}
+
+#[derive(Clone, Debug)]
+struct PruneRule {
+    structure: PruneStructure,
+    skip: Vec<NamePattern>,
+}
+
+impl PruneRule {
+    /// Whether this tensor of a layer has weights of this structure: no bias, norm or embedding.
+    fn suits(&self, spec: &TensorSpec) -> bool {
+        let is_weight = spec.shape.len() >= 2 && spec.usage != TensorUse::Table;
+        is_weight && (self.structure != PruneStructure::TwoOfFour || spec.inputs().is_multiple_of(4))
+    }
 }
 
 #[derive(Clone, Debug)]
@@ -86,28 +101,30 @@ impl ParamRules {
             lr_scale: group.lr_scale,
             weight_decay: group.weight_decay,
         });
-        Self { freeze: freeze.collect(), groups: groups.collect(), prune_skip: None }
+        Self { freeze: freeze.collect(), groups: groups.collect(), prune: None }
     }
 
     /// The rules of all tables of a job.
     pub fn of_job(job: &Job) -> Self {
-        let skip =
-            job.prune.as_ref().map(|prune| prune.skip.iter().map(|text| NamePattern::new(text)).collect());
-        Self { prune_skip: skip, ..Self::new(&job.train) }
+        let prune = job.prune.as_ref().map(|prune| PruneRule {
+            structure: prune.structure,
+            skip: prune.skip.iter().map(|text| NamePattern::new(text)).collect(),
+        });
+        Self { prune, ..Self::new(&job.train) }
     }
 
     /// Whether the job prunes.
     pub(super) fn prunes(&self) -> bool {
-        self.prune_skip.is_some()
+        self.prune.is_some()
     }
 
-    /// Where a parameter with these names belongs; only matrices and filters are pruned.
-    pub(super) fn place(&self, names: &[&str], is_matrix: bool) -> Placement {
+    /// Where a parameter with these names belongs.
+    pub(super) fn place(&self, names: &[&str], spec: &TensorSpec) -> Placement {
         let matches = |pattern: &NamePattern| names.iter().any(|name| pattern.matches(name));
         let frozen = self.freeze.iter().rfind(|rule| matches(&rule.pattern)).is_some_and(|rule| rule.freezes);
         let group = self.groups.iter().rposition(|group| group.patterns.iter().any(matches));
-        let pruned =
-            is_matrix && !frozen && self.prune_skip.as_ref().is_some_and(|skip| !skip.iter().any(matches));
+        let prunes = |rule: &PruneRule| rule.suits(spec) && !rule.skip.iter().any(matches);
+        let pruned = !frozen && self.prune.as_ref().is_some_and(prunes);
         Placement { trained: !frozen, group: group.map_or(0, |index| index + 1), pruned }
     }
 
@@ -127,7 +144,8 @@ impl ParamRules {
         self.freeze.iter().try_for_each(|rule| rule.pattern.check("train.freeze", names))?;
         let patterns = self.groups.iter().flat_map(|group| &group.patterns);
         patterns.into_iter().try_for_each(|pattern| pattern.check("train.groups", names))?;
-        self.prune_skip.iter().flatten().try_for_each(|pattern| pattern.check("prune.skip", names))
+        let skip = self.prune.iter().flat_map(|rule| &rule.skip);
+        skip.into_iter().try_for_each(|pattern| pattern.check("prune.skip", names))
     }
 }
 

@@ -75,6 +75,8 @@ pub struct EstimatorInputs<'a> {
     /// Whether evaluations read the outputs of the model, and host bytes of the metrics computed from them.
     pub eval_outputs: bool,
     pub eval_metric_bytes: u64,
+    /// Bytes of the weights of the teacher; 0 without one.
+    pub teacher_bytes: u64,
 }
 
 impl EstimatorInputs<'_> {
@@ -381,6 +383,9 @@ impl<'a> Estimator<'a> {
             s.allocation(Role::DataPipeline, "left by preparation", s.process.leftover_heap),
         ];
         all.extend(measured.into_iter().filter(|part| part.bytes > 0));
+        if s.teacher_bytes > 0 {
+            all.push(s.allocation(Role::Weights, "teacher", s.teacher_bytes));
+        }
         if s.job.prune.is_some() {
             all.push(s.allocation(Role::Weights, "pruning mask", optim::prune::mask_bytes(&s.layout.params)));
         }

@@ -53,7 +53,7 @@ impl Unit {
     pub fn format(self, value: f64) -> String {
         match self {
             Self::Number => short_number(value),
-            Self::Percent => format!("{value:.1} %"),
+            Self::Percent => format!("{} %", short_number(value)),
             Self::Bytes => text::bytes(value.max(0.0) as u64),
             Self::PerSecond => short_number(value),
         }
@@ -161,5 +161,7 @@ mod tests {
     fn axis_labels_are_short() {
         let shown = [0.0, 0.25, 1234.0, 12_000.0, 3_450_000.0, 3e-5, -2.5].map(short_number);
         assert_eq!(shown, ["0", "0.25", "1234", "12k", "3.5M", "3.0e-5", "-2.5"]);
+        // The marks of an axis differ, however small its values are.
+        assert_eq!([0.0, 0.002, 50.0].map(|x| Unit::Percent.format(x)), ["0 %", "0.002 %", "50 %"]);
     }
 }

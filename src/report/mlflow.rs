@@ -1,11 +1,13 @@
-//! Sends a run to an MLflow server: its parameters, its metrics with step and time, and how it ended.
+//! Sends a run to MLflow, a server or its SQLite file: its parameters, its metrics with step and time, and how it ended.
 //!
-//! A thread of its own talks to the server, so that no update waits for it. Its queue is bounded: while the server does
-//! not answer, the oldest metrics are dropped and counted. Whatever fails here is a warning, never an error of the run.
-//! The id of the MLflow run is kept in the run's folder: a resumed run continues it, sends nothing twice, and first
-//! what an earlier process could not send.
+//! A thread of its own talks to the store, so that no update waits for it. Its queue is bounded: while the store does not
+//! answer, the oldest metrics are dropped and counted. Whatever fails here is a warning, never an error of the run. The id
+//! of the MLflow run is kept in the run's folder: a resumed run continues it, sends nothing twice, and first what an earlier
+//! process could not send.
 
 mod client;
+mod sqlite;
+mod tracked_run;
 
 use std::collections::VecDeque;
 use std::io;
@@ -22,18 +24,24 @@ use crate::events::event::{Event, EventRecord};
 use crate::events::jsonl::complete_lines;
 use crate::job::{Job, job_values};
 use crate::train::run_dir::RunDir;
-use client::{Client, MetricPoint, RunStatus, TrackedRun};
+use client::Client;
+use sqlite::SqliteStore;
+use tracked_run::{MetricPoint, RunStatus, TrackedRun, TrackingStore, allowed_key};
 
 /// Events on their way to the thread.
 const QUEUE: usize = 64;
-/// Metrics that wait for the server.
+/// Metrics sent at a time; a server takes 1000 items.
+const MAX_BATCH: usize = 500;
+/// Characters of a parameter's value.
+const MAX_VALUE: usize = 500;
+/// Metrics that wait for the store.
 const MAX_PENDING: usize = 2048;
 /// Sent when so few places are left: an event has fewer metrics.
 const BATCH_MARGIN: usize = 256;
 /// Time between two batches, and the longest time between two attempts.
 const INTERVAL: Duration = Duration::from_secs(2);
 const MAX_INTERVAL: Duration = Duration::from_secs(60);
-/// How long the end of a run waits for the server.
+/// How long the end of a run waits for the store.
 const FINISH_TIMEOUT: Duration = Duration::from_secs(15);
 
 /// The sink.
@@ -74,20 +82,20 @@ impl Shared {
     }
 }
 
-/// What never reached the server, and why.
+/// What never reached the store, and why.
 struct Unsent {
     metrics: u64,
     error: Option<String>,
 }
 
 impl Mlflow {
-    /// Sends the run of `job` in `folder` to the server at `uri`.
+    /// Sends the run of `job` in `folder` to the store at `uri`.
     pub fn start(uri: &str, folder: &RunDir, job: &Job) -> io::Result<Self> {
         let (sender, queue) = sync_channel(QUEUE);
         let (report, outcome) = channel();
         let shared = Arc::new(Shared::default());
         let delivery = Delivery {
-            client: Client::new(uri),
+            store: open_store(uri),
             experiment: job.name.clone(),
             run_name: folder.root.file_name().unwrap_or_default().to_string_lossy().into_owned(),
             parameters: parameters(job),
@@ -103,6 +111,13 @@ impl Mlflow {
             let _ = report.send(delivery.run(&queue));
         })?;
         Ok(Self { uri: uri.to_owned(), sender: Some(sender), outcome, shared })
+    }
+}
+
+fn open_store(uri: &str) -> Box<dyn TrackingStore> {
+    match sqlite::path_of(uri) {
+        Some(path) => Box::new(SqliteStore::new(uri, path)),
+        None => Box::new(Client::new(uri)),
     }
 }
 
@@ -140,7 +155,7 @@ impl Sink for Mlflow {
                 let why = error.map_or(String::new(), |error| format!(": {error}"));
                 Err(io::Error::other(format!("{} not sent{why}", counted(metrics, "metric"))))
             }
-            Err(_) => Err(io::Error::other("the server does not answer")),
+            Err(_) => Err(io::Error::other("no answer")),
         }
     }
 }
@@ -151,7 +166,9 @@ fn parameters(job: &Job) -> Vec<(String, String)> {
         Ok(Value::String(text)) => text,
         _ => value,
     };
-    job_values(&job.to_json()).into_iter().map(|(key, value)| (key, text(value))).collect()
+    let short = |value: String| value.chars().take(MAX_VALUE).collect();
+    let values = job_values(&job.to_json()).into_iter();
+    values.map(|(key, value)| (allowed_key(&key), short(text(value)))).collect()
 }
 
 /// The state that MLflow shows once this event has happened.
@@ -167,7 +184,10 @@ fn status(event: &Event) -> Option<RunStatus> {
 /// The metrics of an event, under their names in `metrics.jsonl`. Values that are not finite have no form in JSON.
 fn points(record: &EventRecord) -> Vec<MetricPoint> {
     let point = |step: u64, is_eval: bool| {
-        move |(key, value): (String, f64)| MetricPoint { key, value, step, t: record.t, is_eval }
+        move |(key, value): (String, f64)| {
+            let key = allowed_key(&key);
+            MetricPoint { key, value, step, t: record.t, is_eval }
+        }
     };
     let named = |values: &[(&str, f64)]| -> Vec<(String, f64)> {
         values.iter().map(|(key, value)| ((*key).to_owned(), *value)).collect()
@@ -199,7 +219,7 @@ fn points(record: &EventRecord) -> Vec<MetricPoint> {
 
 /// The thread's side.
 struct Delivery {
-    client: Client,
+    store: Box<dyn TrackingStore>,
     experiment: String,
     run_name: String,
     parameters: Vec<(String, String)>,
@@ -208,7 +228,7 @@ struct Delivery {
     /// The events of the run, earlier processes included.
     events: PathBuf,
     tracked: Option<TrackedRun>,
-    /// The server knows that this process trains the run.
+    /// The store knows that this process trains the run.
     is_running: bool,
     pending: VecDeque<MetricPoint>,
     shared: Arc<Shared>,
@@ -279,7 +299,7 @@ impl Delivery {
         let mut tracked = match self.tracked.take() {
             Some(tracked) => tracked,
             None => {
-                let tracked = self.client.create_run(&self.experiment, &self.run_name)?;
+                let tracked = self.store.create_run(&self.experiment, &self.run_name)?;
                 tracked.write(&self.file)?;
                 tracked
             }
@@ -291,18 +311,18 @@ impl Delivery {
 
     fn deliver_to(&mut self, tracked: &mut TrackedRun) -> Result<(), String> {
         if !self.is_running {
-            self.client.update_run(tracked, RunStatus::Running)?;
+            self.store.update_run(tracked, RunStatus::Running)?;
             self.is_running = true;
         }
         if !tracked.has_parameters {
-            self.client.log_parameters(tracked, &self.parameters)?;
+            self.store.log_parameters(tracked, &self.parameters)?;
             tracked.has_parameters = true;
             tracked.write(&self.file)?;
         }
         while !self.pending.is_empty() {
-            let count = self.pending.len().min(client::MAX_BATCH);
+            let count = self.pending.len().min(MAX_BATCH);
             let batch: Vec<MetricPoint> = self.pending.iter().take(count).cloned().collect();
-            self.client.log_metrics(tracked, &batch)?;
+            self.store.log_metrics(tracked, &batch)?;
             self.pending.drain(..count);
             batch.iter().for_each(|point| tracked.note(point));
             tracked.write(&self.file)?;
@@ -312,7 +332,7 @@ impl Delivery {
 
     fn end(&mut self, status: Option<RunStatus>) -> Result<(), String> {
         match (&self.tracked, status) {
-            (Some(tracked), Some(status)) => self.client.update_run(tracked, status),
+            (Some(tracked), Some(status)) => self.store.update_run(tracked, status),
             _ => Ok(()),
         }
     }

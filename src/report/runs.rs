@@ -213,19 +213,17 @@ pub fn comparison_lines(runs: &[RunRecord], color: bool) -> Vec<String> {
     let paint = AnsiStyle { color };
     let folders = runs.iter().map(|run| paint.bold(&run.folder.root.display().to_string()));
     let mut rows = vec![std::iter::once(String::new()).chain(folders).collect::<Vec<_>>()];
-    let jobs = job_differences(runs);
+    let (jobs, results) = (job_differences(runs), result_differences(runs));
+    let no_difference = |is_empty: bool| is_empty.then(|| vec!["no difference".to_owned()]);
     rows.push(vec![paint.dim("job")]);
-    if jobs.is_empty() {
-        rows.push(vec!["no difference".into()]);
-    }
+    rows.extend(no_difference(jobs.is_empty()));
     for Difference { key, values } in jobs {
         let text = |value: &Option<String>| value.as_deref().map_or("-", plain).to_owned();
         rows.push(std::iter::once(key).chain(values.iter().map(text)).collect());
     }
     rows.extend([vec![], vec![paint.dim("result")]]);
-    rows.extend(
-        result_differences(runs).into_iter().map(|row| std::iter::once(row.name).chain(row.texts).collect()),
-    );
+    rows.extend(no_difference(results.is_empty()));
+    rows.extend(results.into_iter().map(|row| std::iter::once(row.name).chain(row.texts).collect()));
     text::table(&"<".repeat(runs.len() + 1), 0, &rows)
 }
 
@@ -322,6 +320,12 @@ time             9.0 s             3.6 s
 samples/s        50                69
 data wait        0.9 %             0.8 %"
         );
+        let same = || run("runs/a", 17, &[("seed", "7")]);
+        let lines: Vec<String> = comparison_lines(&[same(), same()], false)
+            .iter()
+            .map(|line| line.trim_end().to_owned())
+            .collect();
+        assert_eq!(lines[1..], ["job", "no difference", "", "result", "no difference"]);
         let json = comparison_json(&runs());
         assert_eq!(json["job"][1], json!({ "key": "model.kind", "values": [null, "mlp"] }));
         assert_eq!(json["results"][0], json!({ "name": "state", "values": ["finished", "killed"] }));

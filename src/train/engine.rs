@@ -12,6 +12,7 @@ mod gpu;
 
 use candle_core::{DType, Tensor};
 
+use super::Failure;
 use super::checkpoint::CheckpointTensors;
 use super::pass_key::PassKey;
 use super::setup::Setup;
@@ -79,6 +80,8 @@ pub struct Engine<'a> {
     pub average: Option<Tensor>,
     /// The mask of pruned weights, if the job prunes.
     pruning: Option<Pruning>,
+    /// The weights of the teacher, if the job distills.
+    teacher: Option<ParamStore>,
     /// Copies batches to the device.
     staging: BatchStaging,
     /// Running statistics at the start of the current update, for a rollback.
@@ -115,6 +118,7 @@ struct PersistentState {
     saved_stats: Tensor,
     average: Option<Tensor>,
     pruning: Option<Pruning>,
+    teacher: Option<ParamStore>,
     gpu: GpuState,
 }
 
@@ -152,6 +156,7 @@ impl<'a> Engine<'a> {
             activation_offload: persistent.activation_offload,
             average: persistent.average,
             pruning: persistent.pruning,
+            teacher: persistent.teacher,
             staging,
             saved_stats: persistent.saved_stats,
             gpu: persistent.gpu,
@@ -175,8 +180,30 @@ impl<'a> Engine<'a> {
         let average = setup.job.train.ema.map(|_| store.copy_master_weights()).transpose()?;
         let prune = |config| Pruning::new(config, &setup.layout.params, &setup.device());
         let pruning = setup.job.prune.as_ref().map(prune).transpose()?;
+        let teacher = setup
+            .teacher
+            .as_ref()
+            .map(|teacher| ParamStore::for_inference(teacher.layout.clone(), setup.dtype, &setup.device()));
+        let teacher = teacher.transpose()?;
         let gpu = GpuState::new(setup, &rule, &store, graphs)?;
-        Ok(PersistentState { store, optimizer, activation_offload, saved_stats, average, pruning, gpu })
+        Ok(PersistentState {
+            store,
+            optimizer,
+            activation_offload,
+            saved_stats,
+            average,
+            pruning,
+            teacher,
+            gpu,
+        })
+    }
+
+    /// Loads the weights of the teacher, which are zero before.
+    pub fn load_teacher(&self) -> Result<(), Failure> {
+        match (&self.setup.teacher, &self.teacher) {
+            (Some(teacher), Some(store)) => teacher.load(store),
+            _ => Ok(()),
+        }
     }
 
     pub fn plan(&self) -> ExecutionPlan {
@@ -328,6 +355,8 @@ impl<'a> Engine<'a> {
             loss_scale: scale / self.nominal_weight(),
             tracked: None,
             cache: None,
+            teacher: self.teacher.as_ref(),
+            teacher_logits: None,
         };
         let (ledger, recompute_blocks, offload) =
             (&self.ledger, self.plan.recompute, self.activation_offload.as_ref());
@@ -410,15 +439,11 @@ impl<'a> Engine<'a> {
             .collect::<Result<_, _>>()?)
     }
 
-    /// Selects the weights to prune, if that is due after update `step`, and keeps the pruned ones at zero.
+    /// Keeps pruned weights at zero after update `step`, and selects more of them if that is due.
     pub fn prune(&self, step: u64) -> candle_core::Result<Option<PrunedCount>> {
-        let Some(pruning) = self.pruning.as_ref().filter(|pruning| pruning.is_active(step)) else {
-            return Ok(None);
-        };
+        let Some(pruning) = &self.pruning else { return Ok(None) };
         let _kernels = ReferenceScope::enter(self.setup.backend().is_reference());
-        let count = pruning.is_due(step).then(|| pruning.select(&self.store, step)).transpose()?;
-        pruning.apply(&self.store, self.average.as_ref())?;
-        Ok(count)
+        pruning.after_update(&self.store, self.average.as_ref(), step)
     }
 
     /// The tensors a checkpoint saves.

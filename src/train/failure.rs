@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use super::initial_weights::InitError;
 use super::postmortem::OomAttempt;
 use super::signals;
+use super::teacher::TeacherError;
 use crate::base::units::{Bytes, counted};
 use crate::data::DataError;
 use crate::graph::network::StepError;
@@ -21,6 +22,8 @@ pub enum Failure {
     Model(#[from] ModelError),
     #[error(transparent)]
     Init(#[from] InitError),
+    #[error(transparent)]
+    Teacher(TeacherError),
     #[error("the job does not fit in the memory it may use")]
     DoesNotFit(Box<MemoryPlan>),
     #[error("out of memory{}", after(tried))]
@@ -197,6 +200,11 @@ impl Failure {
             Failure::Init(InitError::Mismatch { policy: InitHead::Auto, .. }) => {
                 Some("`model` must be that of the weights, except for its classes, vocabulary and context".into())
             }
+            Failure::Teacher(_) => Some(
+                "the teacher is the folder of a run, of a checkpoint or of an export as safetensors, trained on the same classes \
+                 and inputs"
+                    .into(),
+            ),
             Failure::WrongTask { instead, .. } => Some((*instead).into()),
             Failure::BadRow(_) => {
                 Some("`--set data.on_bad_record=skip` writes the error into the row and continues".into())

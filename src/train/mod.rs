@@ -27,6 +27,7 @@ pub mod setup;
 pub mod signals;
 pub mod staging;
 pub mod supervisor;
+pub mod teacher;
 pub mod tensor_files;
 pub mod tensor_reader;
 mod trial_updates;

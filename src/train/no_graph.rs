@@ -9,6 +9,8 @@ pub enum NoGraph {
     Reference,
     #[error("memory.graphs is false")]
     TurnedOff,
+    #[error("the teacher's probabilities are compared by candle's own kernels")]
+    Distilled,
     #[error("offloaded memory is copied by streams of its own")]
     Offloaded,
     #[error("no kind of micro-batch was trained on {0} times")]

@@ -8,6 +8,7 @@ use candle_core::{DType, Device};
 use super::Failure;
 use super::datasets::{self, Datasets, tables};
 use super::initial_weights::InitialWeights;
+use super::teacher::Teacher;
 use super::validation_metrics::RequestedMetrics;
 use crate::base::features::{Features, TargetSpec};
 use crate::base::units::Bytes;
@@ -24,6 +25,7 @@ use crate::job::{
     Precision, RunLength, TrainConfig,
 };
 use crate::kernels::matmul;
+use crate::layers::distillation::DistillOptions;
 use crate::memory::gpu::GpuDevice;
 use crate::memory::measure;
 use crate::memory::process::{ProcessMemory, ThreadStacks};
@@ -49,6 +51,8 @@ pub struct Setup {
     /// For padded samples: the same network at shorter lengths, ascending.
     pub bucket_networks: Vec<BucketNetwork>,
     pub layout: ParamLayout,
+    /// The model that this one learns from, if the job distills.
+    pub teacher: Option<Teacher>,
     pub order: Order,
     /// Order of the validation set, independent of the training order.
     pub valid_order: Order,
@@ -148,8 +152,11 @@ impl Setup {
     /// The job's network for samples of these features, fused for this backend.
     pub(super) fn network_on(&self, backend: Backend, features: &Features) -> Network {
         let (rules, dtype) = (ParamRules::of_job(&self.job), self.activation_dtype(backend));
-        match fused_network(&self.job.model, &self.loss, &rules, features, dtype, backend) {
-            Ok(built) => built.network,
+        let built = fused_network(&self.job.model, &self.loss, &rules, features, dtype, backend);
+        let network = built
+            .and_then(|built| with_teacher(built.network, self.teacher.as_ref(), features, dtype, backend));
+        match network {
+            Ok(network) => network,
             Err(error) => unreachable!("this model was built before: {error}"),
         }
     }
@@ -198,11 +205,18 @@ impl Setup {
         let threads = rayon::current_num_threads();
         let backend = Backend::Cpu { threads };
         let dtype = activation_dtype(job.train.precision, backend);
-        let loss = loss_options(&job.train, datasets.train.as_ref())?;
+        let loss = loss_options(&job, datasets.train.as_ref())?;
         let metrics = RequestedMetrics::of(&job, datasets.valid.features(), datasets.valid.len())?;
         let (rules, features) = (ParamRules::of_job(&job), datasets.train.features());
         let built = fused_network(&job.model, &loss, &rules, features, dtype, backend)?;
-        let bucket_networks = bucket_networks(&job.model, &loss, &rules, features, dtype, backend)?;
+        let teacher = Teacher::of(&job, datasets.valid.as_ref())?;
+        let network = with_teacher(built.network, teacher.as_ref(), features, dtype, backend)?;
+        let mut bucket_networks = bucket_networks(&job.model, &loss, &rules, features, dtype, backend)?;
+        for BucketNetwork { features, network } in &mut bucket_networks {
+            let teacher =
+                teacher.as_ref().map(|teacher| teacher.network(features, dtype, backend)).transpose()?;
+            network.teacher = teacher.map(Box::new);
+        }
         let samples = job.train.samples_per_update() as u64;
         let shuffle = job.data.loader.shuffle;
         let order = Order::for_dataset(datasets.train.as_ref(), samples, job.seed, shuffle, shuffle_buffer)?;
@@ -236,7 +250,8 @@ impl Setup {
             job,
             test_samples: datasets.test.as_ref().map(|test| test.samples()),
             datasets,
-            network: built.network,
+            network,
+            teacher,
             fused_elsewhere: OnceLock::new(),
             bucket_networks,
             layout: built.layout,
@@ -342,7 +357,8 @@ pub(super) fn bad_record_policy(loading: &LoaderConfig) -> BadRecordPolicy {
 }
 
 /// The loss that the job states, with weights for the classes of this training set.
-fn loss_options(train: &TrainConfig, dataset: &dyn Dataset) -> Result<LossOptions, ModelError> {
+fn loss_options(job: &Job, dataset: &dyn Dataset) -> Result<LossOptions, ModelError> {
+    let train = &job.train;
     let target = &dataset.features().target;
     let names = target.names();
     let class_weights = match &train.class_weights {
@@ -369,7 +385,21 @@ fn loss_options(train: &TrainConfig, dataset: &dyn Dataset) -> Result<LossOption
         }
     };
     let TrainConfig { loss: kind, huber_delta, focal_gamma, label_smoothing, .. } = *train;
-    Ok(LossOptions { kind, huber_delta, focal_gamma, label_smoothing, class_weights })
+    let distill = job.distill.as_ref();
+    let distill = distill.map(|d| DistillOptions { temperature: d.temperature, weight: d.weight });
+    Ok(LossOptions { kind, huber_delta, focal_gamma, label_smoothing, class_weights, distill })
+}
+
+/// The network with its teacher, if there is one.
+fn with_teacher(
+    network: Network,
+    teacher: Option<&Teacher>,
+    features: &Features,
+    dtype: DType,
+    backend: Backend,
+) -> Result<Network, ModelError> {
+    let teacher = teacher.map(|teacher| teacher.network(features, dtype, backend)).transpose()?;
+    Ok(Network { teacher: teacher.map(Box::new), ..network })
 }
 
 /// The networks for padded samples of the shorter buckets.

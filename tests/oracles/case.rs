@@ -257,6 +257,8 @@ impl TestNetwork<'_> {
             loss_scale: 1.0 / self.case.targets(),
             tracked: None,
             cache: None,
+            teacher: None,
+            teacher_logits: None,
         };
         let at = MicroBatchSpec {
             batch: rows,

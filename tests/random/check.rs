@@ -74,6 +74,9 @@ pub fn check_case(machine: &Runner, case: &GeneratedJob, folder: &Path) -> CaseR
     if case.needs_initial_weights && !write_initial_weights(machine, &job, &mut seen) {
         return seen;
     }
+    if case.needs_teacher && first_run(machine, &job, "teacher", &mut seen).finished().is_none() {
+        return seen;
+    }
     if machine.on_gpu() {
         match machine.plan(&job) {
             Ok(plan) => job = job.set(format!("memory.vram={}B", vram_budget(case.seed, machine, &plan))),
@@ -96,23 +99,9 @@ pub fn check_case(machine: &Runner, case: &GeneratedJob, folder: &Path) -> CaseR
     seen
 }
 
-/// Writes the weights that `train.init` names, by a run of the same model from other weights.
+/// Writes the weights that `train.init` names, by a run of the same model with another seed.
 fn write_initial_weights(machine: &Runner, job: &JobDir, seen: &mut CaseReport) -> bool {
-    let path = job.folder.join("job.toml");
-    let text = fs::read_to_string(&path).unwrap();
-    // One update is too short for a warm-up.
-    let kept = |line: &&str| !line.starts_with("init =") && !line.starts_with("warmup_steps =");
-    let without: String = text.lines().filter(kept).map(|l| format!("{l}\n")).collect();
-    fs::write(&path, without).unwrap();
-    let first = fit(
-        machine,
-        &job.set("seed=1".into()).set("train.steps=1".into()),
-        "weights",
-        &FitOptions::default(),
-        seen,
-    );
-    fs::write(&path, text).unwrap();
-    first.expect(Some(0), EXIT_CODE, seen);
+    let first = first_run(machine, &job.set("seed=1".into()), "weights", seen);
     let tensors = first.ended.tensors();
     let Some((_, model)) = tensors.iter().find(|(name, _)| name == "model.safetensors") else {
         seen.add_violation(EXIT_CODE, "no weights to begin with");
@@ -120,6 +109,22 @@ fn write_initial_weights(machine: &Runner, job: &JobDir, seen: &mut CaseReport) 
     };
     fs::write(job.folder.join("weights.safetensors"), model).unwrap();
     true
+}
+
+/// An update of the job without what needs another run, or more than one update.
+fn first_run(machine: &Runner, job: &JobDir, name: &'static str, seen: &mut CaseReport) -> RecordedRun {
+    let path = job.folder.join("job.toml");
+    let text = fs::read_to_string(&path).unwrap();
+    let mut table: toml::Table = text.parse().unwrap();
+    ["prune", "distill"].iter().for_each(|key| drop(table.remove(*key)));
+    for (key, inner) in [("train", "init"), ("schedule", "warmup_steps")] {
+        table.get_mut(key).and_then(|table| table.as_table_mut()).map(|table| table.remove(inner));
+    }
+    fs::write(&path, table.to_string()).unwrap();
+    let first = fit(machine, &job.set("train.steps=1".into()), name, &FitOptions::default(), seen);
+    fs::write(&path, text).unwrap();
+    first.expect(Some(0), EXIT_CODE, seen);
+    first
 }
 
 /// Device memory budget of a job: rarely much more than its plan, never more than its part of the GPU.

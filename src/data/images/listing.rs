@@ -269,7 +269,8 @@ impl ImageListing {
     }
 }
 
-/// Refuses a root whose only folder has several folders and no image: it is `images/` of `images/cat` and `images/dog`.
+/// Refuses a root whose only folder has several folders and no image: it is `images/` of `images/cat` and
+/// `images/dog`.
 fn refuse_folder_of_classes(root: &Path, only: &OsStr) -> Result<(), DataError> {
     let inside = sorted_entries(&root.join(only))?;
     let folders = inside.iter().filter(|entry| entry.is_folder).count();
@@ -297,8 +298,8 @@ fn class_folder(root: &Path, name: &str) -> Result<ClassFolder, DataError> {
     Ok(ClassFolder { folders, has_images })
 }
 
-/// Calls `visit` with the path, relative to `root`, of every image that [`ImageListing::add_folders`] adds, in the same
-/// order. Holds the names of one folder at a time.
+/// Calls `visit` with the path, relative to `root`, of every image that [`ImageListing::add_folders`] adds, in the
+/// same order. Holds the names of one folder at a time.
 pub fn walk_image_folder(
     root: &Path,
     visit: &mut dyn FnMut(&Path) -> Result<(), DataError>,

@@ -20,6 +20,7 @@ mod source_kind;
 mod table;
 mod tar;
 mod tar_shards;
+mod tiff_image;
 mod zip;
 
 #[cfg(test)]
@@ -480,7 +481,7 @@ impl ImageFiles {
         if let (ignored @ 1.., Some(first)) = &self.listing.ignored {
             let text = match self.listing.containers.contains(first) {
                 true => format!(
-                    "{ignored} in `{}`, which are no images by their names, or other images of a sample (`x.seg.png` beside \
+                    "{ignored} in `{}`, no images by their names, or other images of a sample (`x.seg.png` beside \
                      `x.png`)",
                     first.display()
                 ),

@@ -63,7 +63,7 @@ pub fn several_sets(file: &Path, sets: &[String]) -> DataError {
         file: file.to_owned(),
         place: String::new(),
         problem: format!("its folders {} are sets, and not classes", quoted(sets)),
-        hint: "name the folder of each set, with a folder of images for each class in it: `train = [\"photos/train\"]` and \
+        hint: "name the folder of each set, with a folder for each class in it: `train = [\"photos/train\"]` and \
                `valid = [\"photos/valid\"]`",
     }
 }
@@ -104,8 +104,7 @@ pub fn refuse_sets(
             file: root.join(first),
             place: String::new(),
             problem: format!("the folder of a class has folders {}, which are sets", quoted(&inside)),
-            hint: "make a folder for each set with the folders of the classes in it, and name them in `train`, `valid` and \
-                   `test`",
+            hint: "make a folder for each set, with those of the classes in it, and name them in `train`, `valid` and `test`",
         });
     }
     let are_alike =

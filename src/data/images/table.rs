@@ -1,4 +1,5 @@
-//! A table of image paths and labels: a header line, one image per line, separated by commas, tabs, semicolons or bars.
+//! A table of image paths and labels: a header line, one image per line, separated by commas, tabs, semicolons or
+//! bars.
 
 use std::ffi::OsStr;
 use std::io::Read;

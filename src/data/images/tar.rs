@@ -360,14 +360,17 @@ impl MemberScan {
 }
 
 impl MemberScan {
-    /// Refuses an archive with `train/cat/1.jpg` and `test/cat/1.jpg`: its images are of several sets.
+    /// Refuses an archive with `train/cat/1.jpg` and `test/cat/1.jpg`, or with `train/1.jpg` and `test/1.jpg` and
+    /// no labels: its images are of several sets.
     fn check_sets(&self, file: &Path) -> Result<(), DataError> {
-        let set = |(path, ..): &(PathBuf, Extent, Option<ImageHeader>)| {
-            let name = path.parent()?.parent()?.file_name()?.to_str()?;
-            is_set_name(name).then(|| name.to_owned())
+        let folders = |depth: usize| -> BTreeSet<String> {
+            let name = |path: &PathBuf| Some(path.ancestors().nth(depth)?.file_name()?.to_str()?.to_owned());
+            self.images.iter().filter_map(|(path, ..)| name(path)).collect()
         };
-        let sets: BTreeSet<String> = self.images.iter().filter_map(set).collect();
-        let sets: Vec<String> = sets.into_iter().collect();
+        let classes = folders(1);
+        let are_sets = self.labels.is_empty() && classes.iter().all(|name| is_set_name(name));
+        let outer = folders(2).into_iter().filter(|name| is_set_name(name)).collect();
+        let sets: Vec<String> = if are_sets { classes.into_iter().collect() } else { outer };
         if sets.len() < 2 { Ok(()) } else { Err(several_sets(file, &sets)) }
     }
 
@@ -486,9 +489,11 @@ pub(super) mod tests {
         let paths: Vec<_> = (0..listing.len()).map(|i| listing.path(i).to_str().unwrap()).collect();
         assert_eq!(paths, ["0001.png", "0002.png", "cat/a.png", "cat/a.1.png"]);
         assert_eq!(listing.ignored.0, 1);
-        let sets = tar(&[("p/train/cat/1.png", b"x"), ("p/test/cat/1.png", b"x")]);
-        let error = listed(&sets).unwrap_err().to_string();
-        assert!(error.contains("its folders `test`, `train` are sets"), "{error}");
+        for members in [["p/train/cat/1.png", "p/test/cat/1.png"], ["train/1.png", "test/1.png"]] {
+            let members = members.map(|name| (name, &b"x"[..]));
+            let error = listed(&tar(&members)).unwrap_err().to_string();
+            assert!(error.contains("its folders `test`, `train` are sets"), "{error}");
+        }
     }
 
     #[test]

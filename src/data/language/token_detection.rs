@@ -1,7 +1,7 @@
 //! What a file without a header seems to hold: ids of one to eight bytes, or what is no file of token ids.
 //!
-//! All of it follows from the bytes at each position of a value: the upper bytes of an id have fewer values than the lower
-//! ones, and the positions of a value repeat.
+//! All of it follows from the bytes at each position of a value: the upper bytes of an id have fewer values than
+//! the lower ones, and the positions of a value repeat.
 
 use half::{bf16, f16};
 
@@ -68,8 +68,8 @@ pub fn foreign_type(beginning: &[u8], len: u64) -> Option<&'static str> {
     if is_big_endian(beginning, len) {
         return Some("big-endian");
     }
-    // The upper bytes of two ids that follow each other have the same values; those of the halves of a wider value, whose
-    // lowest byte has all values, have not.
+    // The upper bytes of two ids that follow each other have the same values; those of the halves of a wider value,
+    // whose lowest byte has all values, have not.
     let is_wider = guess_width(beginning, len) == TokenWidth::U16
         && beginning.len() >= 2048
         && len.is_multiple_of(4)

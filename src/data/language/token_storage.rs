@@ -87,9 +87,9 @@ const HEADER_BYTES: u64 = 1024;
 const SNIFFED_IDS: usize = 1 << 14;
 
 impl TokenIdFile {
-    /// Opens a `.bin` or `.npy` file. Without `width`, the header decides. Without a header, ids are 16 bits wide as
-    /// nanoGPT writes them, unless the upper halves of wider ids are 0 at the start of the file: then they are 32 or 64
-    /// bits wide. A file that seems to have ids of one byte is refused.
+    /// Opens a `.bin` or `.npy` file. Without `width`, the header decides. Without a header, ids are 16 bits wide
+    /// as nanoGPT writes them, unless the upper halves of wider ids are 0 at the start of the file: then they are
+    /// 32 or 64 bits wide. A file that seems to have ids of one byte is refused.
     pub fn open(file: &Path, width: Option<TokenWidth>) -> Result<Self, DataError> {
         let stored = RandomAccessFile::open(file)?;
         let prefix = stored.read_prefix(4 * SNIFFED_IDS)?;
@@ -246,8 +246,8 @@ fn doubt(prefix: &[u8], len: u64) -> Option<(String, &'static str)> {
         return Some((format!("it is {format}, not a file of token ids"), hint));
     }
     if is_text(prefix) {
-        let hint = "set `data.kind = \"text\"`, write the ids with `numpy.array(ids, dtype=\"<u2\").tofile(...)` if it lists \
-                    them, or set `dtype = \"u8\"` if each byte is an id";
+        let hint = "set `data.kind = \"text\"`, or write the ids with `numpy.array(ids, dtype=\"<u2\").tofile(...)` if it \
+                    lists them, or set `dtype = \"u8\"` if each byte is an id";
         return Some(("it is text, not a file of token ids".into(), hint));
     }
     if has_single_bytes(prefix) {

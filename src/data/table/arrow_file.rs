@@ -1,4 +1,5 @@
-//! Arrow IPC files (Feather version 2): the schema, and record batches one at a time, uncompressed or by LZ4 or zstd.
+//! Arrow IPC files (Feather version 2) and streams: the schema, and record batches one at a time, uncompressed or
+//! by LZ4 or zstd.
 //!
 //! The metadata is untrusted: every length is checked against the file before anything is allocated for it.
 
@@ -6,12 +7,24 @@ use std::fs::File;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
+use jiff::tz::TimeZone;
+
 use super::flatbuffer::Table;
+use super::time_zone;
 use crate::base::regular_file;
 use crate::data::{DataError, files};
 
 /// First bytes of the file, and its last.
 pub const MAGIC: &[u8; 6] = b"ARROW1";
+
+/// First bytes of every message, and so of a stream.
+const CONTINUATION: [u8; 4] = [0xff; 4];
+
+/// Whether a file with these first bytes is an Arrow file or a stream, whose first message has a length of less
+/// than 16 MiB.
+pub fn is_arrow(start: &[u8]) -> bool {
+    start.starts_with(MAGIC) || start.len() >= 8 && start.starts_with(&CONTINUATION) && start[7] == 0
+}
 
 /// Bytes of metadata at most: a schema of many thousand columns takes a few megabytes.
 const MAX_METADATA_BYTES: u64 = 256 << 20;
@@ -23,6 +36,8 @@ pub struct ArrowColumn {
     pub kind: ArrowType,
     /// Values are indices into the dictionary of this id.
     pub dictionary: Option<(i64, ArrowType)>,
+    /// Of points in time, which are then read as its clock shows them.
+    pub zone: Option<TimeZone>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -119,8 +134,8 @@ impl ArrowFile {
         let file = regular_file::open(path).map_err(DataError::io(path))?;
         let length = file.metadata().map_err(DataError::io(path))?.len();
         let mut start = Vec::new();
-        (&file).take(6).read_to_end(&mut start).map_err(DataError::io(path))?;
-        if start != MAGIC {
+        (&file).take(8).read_to_end(&mut start).map_err(DataError::io(path))?;
+        if !is_arrow(&start) {
             let found = format!("`{}`", start.escape_ascii());
             return Err(DataError::WrongFormat { file: path.to_owned(), expected: "an Arrow file", found });
         }
@@ -131,6 +146,10 @@ impl ArrowFile {
             dictionaries: Vec::new(),
             batches: Vec::new(),
         };
+        if !start.starts_with(MAGIC) {
+            opened.read_stream(length)?;
+            return Ok(opened);
+        }
         let tail = opened.read(length.saturating_sub(10), 10.min(length))?;
         if !tail.ends_with(MAGIC) {
             let declared = length + 1;
@@ -142,11 +161,7 @@ impl ArrowFile {
         let footer = opened.read(footer_start, footer_bytes)?;
         let footer = Table::root(&footer).ok_or_else(|| opened.damaged("its footer"))?;
         let schema = footer.table(1).ok_or_else(|| opened.damaged("its schema"))?;
-        if schema.i16(0).unwrap_or(0) != 0 {
-            return Err(opened.refused("it is big-endian", "write it on another machine"));
-        }
-        opened.columns =
-            schema.tables(1).iter().map(|field| opened.column(field)).collect::<Result<_, _>>()?;
+        opened.columns = opened.schema_columns(&schema)?;
         let blocks = |index| -> Option<Vec<Block>> {
             let block = |[offset, metadata, body]: [i64; 3]| {
                 // The metadata length has 32 bits, and 32 bits of padding.
@@ -161,6 +176,59 @@ impl ArrowFile {
             .zip(blocks(3))
             .ok_or_else(|| opened.damaged("its footer names parts outside of the file"))?;
         Ok(opened)
+    }
+
+    fn schema_columns(&self, schema: &Table<'_>) -> Result<Vec<ArrowColumn>, DataError> {
+        match schema.i16(0).unwrap_or(0) {
+            0 => schema.tables(1).iter().map(|field| self.column(field)).collect(),
+            _ => Err(self.refused("it is big-endian", "write it on another machine")),
+        }
+    }
+
+    /// Finds the messages of a stream, from its start to its end marker or to the end of the file.
+    fn read_stream(&mut self, length: u64) -> Result<(), DataError> {
+        let mut offset = 0;
+        while offset + 8 <= length {
+            let prefix = self.read(offset, 8)?;
+            let bytes = u64::from(u32::from_le_bytes([prefix[4], prefix[5], prefix[6], prefix[7]]));
+            if !prefix.starts_with(&CONTINUATION) {
+                return Err(self.damaged("a message of its stream has no marker"));
+            }
+            if bytes == 0 {
+                break;
+            }
+            let mut block = Block { offset, metadata_bytes: 8 + bytes, body_bytes: 0 };
+            let truncated =
+                |declared| DataError::Truncated { file: self.path.clone(), declared, found: length };
+            if offset + block.metadata_bytes > length {
+                return Err(truncated(offset + block.metadata_bytes));
+            }
+            let message = self.message(block)?;
+            let root = Table::root(&message).ok_or_else(|| self.damaged("a message of its stream"))?;
+            let body = u64::try_from(root.i64(3).unwrap_or(0));
+            block.body_bytes = body.map_err(|_| self.damaged("a message has a negative length"))?;
+            let end = (offset + block.metadata_bytes).saturating_add(block.body_bytes);
+            if end > length {
+                return Err(truncated(end));
+            }
+            let header = root.table(2);
+            match root.u8(1) {
+                1 => {
+                    let schema = header.ok_or_else(|| self.damaged("its schema"))?;
+                    self.columns = self.schema_columns(&schema)?;
+                }
+                // Batches before it would have had other values.
+                2 if !self.batches.is_empty() && !header.is_some_and(|header| header.bool(2)) => {
+                    let hint = "write a file: `pyarrow.feather.write_feather(table, \"table.feather\")`";
+                    return Err(self.refused("its stream replaces a dictionary after a batch", hint));
+                }
+                2 => self.dictionaries.push(block),
+                3 => self.batches.push(block),
+                _ => {}
+            }
+            offset = end;
+        }
+        Ok(())
     }
 
     pub fn batches(&self) -> usize {
@@ -331,14 +399,23 @@ impl ArrowFile {
     fn column(&self, field: &Table<'_>) -> Result<ArrowColumn, DataError> {
         let name = field.text(0).unwrap_or_default().to_owned();
         let value = self.column_type(&name, field.u8(2), field.table(3))?;
+        let zone = match (value, field.table(3).and_then(|about| about.text(1))) {
+            (ArrowType::Timestamp { .. }, Some(zone)) if !zone.is_empty() => {
+                let unknown =
+                    || format!("the time zone `{}` of column `{name}` is not known", zone.escape_debug());
+                Some(time_zone::find(zone).ok_or_else(|| self.refused(&unknown(), time_zone::UNKNOWN_HINT))?)
+            }
+            _ => None,
+        };
         let Some(encoding) = field.table(4) else {
-            return Ok(ArrowColumn { name, kind: value, dictionary: None });
+            return Ok(ArrowColumn { name, kind: value, dictionary: None, zone });
         };
         let index = match encoding.table(1) {
             Some(int) => int_type(&int).ok_or_else(|| self.damaged("a dictionary has no index type"))?,
             None => ArrowType::Int { bytes: 4, signed: true },
         };
-        Ok(ArrowColumn { name, kind: index, dictionary: Some((encoding.i64(0).unwrap_or(0), value)) })
+        let dictionary = Some((encoding.i64(0).unwrap_or(0), value));
+        Ok(ArrowColumn { name, kind: index, dictionary, zone })
     }
 
     fn column_type(&self, name: &str, kind: u8, about: Option<Table<'_>>) -> Result<ArrowType, DataError> {

@@ -7,8 +7,10 @@ use std::fmt::Write;
 use std::path::Path;
 
 use jiff::civil;
+use jiff::tz::TimeZone;
 
 use super::arrow_file::{ArrowArray, ArrowColumn, ArrowFile, ArrowType};
+use super::time_zone;
 use crate::data::DataError;
 
 /// Reads the rows of a file.
@@ -94,14 +96,15 @@ fn write_cell(
     dictionaries: &BTreeMap<i64, Vec<ArrowArray>>,
     into: &mut String,
 ) -> Option<()> {
-    let Some((id, kind)) = column.dictionary else { return write_value(column.kind, array, i, into) };
+    let zone = column.zone.as_ref();
+    let Some((id, kind)) = column.dictionary else { return write_value(column.kind, zone, array, i, into) };
     if !is_valid(array, i) {
         return Some(());
     }
     let mut index = usize::try_from(integer(column.kind, array, i)?).ok()?;
     for part in dictionaries.get(&id)? {
         if index < part.rows {
-            return write_value(kind, part, index, into);
+            return write_value(kind, zone, part, index, into);
         }
         index -= part.rows;
     }
@@ -138,7 +141,13 @@ fn integer(kind: ArrowType, array: &ArrowArray, i: usize) -> Option<i128> {
     Some(i128::from_le_bytes(wide))
 }
 
-fn write_value(kind: ArrowType, array: &ArrowArray, i: usize, into: &mut String) -> Option<()> {
+fn write_value(
+    kind: ArrowType,
+    zone: Option<&TimeZone>,
+    array: &ArrowArray,
+    i: usize,
+    into: &mut String,
+) -> Option<()> {
     if !is_valid(array, i) {
         return Some(());
     }
@@ -200,6 +209,9 @@ fn write_value(kind: ArrowType, array: &ArrowArray, i: usize, into: &mut String)
         }
         ArrowType::Timestamp { per_second } => {
             let (seconds, rest) = split_seconds(integer(kind, array, i)?, per_second);
+            let ahead =
+                zone.map_or(0, |zone| time_zone::offset_seconds(zone, i64::try_from(seconds).unwrap_or(0)));
+            let seconds = seconds + i128::from(ahead);
             let (days, seconds) = (seconds.div_euclid(86_400), seconds.rem_euclid(86_400));
             write(format_args!("{} {}", date(days)?, time(seconds, rest, per_second)?))
         }

@@ -1,7 +1,7 @@
 //! The categories of a column: their names in order, and the id of each spelling.
 //!
-//! Programs write the same whole number as `1` and `1.0`, and the same truth value as `True`, `true` and `TRUE`. In a column
-//! of whole numbers or of truth values alone, such spellings are one category.
+//! Programs write the same whole number as `1` and `1.0`, and the same truth value as `True`, `true` and `TRUE`. In
+//! a column of whole numbers or of truth values alone, such spellings are one category.
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap};

@@ -6,7 +6,8 @@ use super::statistics::Moments;
 use super::{MissingPolicy, TableSettings, UnknownPolicy};
 
 pub enum ColumnEncoder {
-    /// (x - mean) * scale at index `at` of the input or target. A missing value becomes `fill`, with 1 at index `flag`.
+    /// (x - mean) * scale at index `at` of the input or target. A missing value becomes `fill`, with 1 at index
+    /// `flag`.
     Number { mean: f64, scale: f64, fill: Option<f64>, at: usize, flag: Option<usize> },
     /// 1 at index `at` plus the category id. Missing has the id `missing`.
     OneHot { list: CategoryIndex, at: usize, missing: Option<usize>, unknown: UnknownPolicy },

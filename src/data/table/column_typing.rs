@@ -151,15 +151,19 @@ impl<'a> ColumnTyping<'a> {
         ))
     }
 
-    /// Refuses a text among numbers or dates, bounds among numbers, and numbers with units, unless the column is declared.
+    /// Refuses a text among numbers or dates, bounds among numbers, and numbers with units, unless the column is
+    /// declared.
     pub fn check_text(&self, i: usize) -> Result<(), DataError> {
         let inferred = &self.inferred[i];
         if let Some(place) = inferred.bound() {
             return Err(self.wrong(
                 i,
-                format!("`{}` in line {} is a bound among numbers, and not a number", place.value, place.line),
-                "write the number that stands for such a value, or add them to `missing`, or add the column to `categorical` \
-                 or `ignore`",
+                format!(
+                    "`{}` in line {} is a bound among numbers, and not a number",
+                    place.value, place.line
+                ),
+                "write the number that stands for such a value, or add them to `missing`, or the column to \
+                 `categorical` or `ignore`",
             ));
         }
         let is_skipped = self.settings.skip_bad && inferred.is_mostly_numbers();

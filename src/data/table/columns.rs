@@ -415,7 +415,8 @@ fn input_warning(name: &str, inferred: &ColumnInference) -> Option<String> {
     }
     if inferred.has_row_numbers() {
         return Some(format!(
-            "column `{name}` has the row numbers of a data frame, as `reset_index` of pandas keeps them: add it to `ignore`"
+            "column `{name}` has the row numbers of a data frame, as pandas' `reset_index` keeps them: add it to \
+             `ignore`"
         ));
     }
     let rows = inferred.identifiers()?;

@@ -1,5 +1,5 @@
-//! Compressed text tables, read sequentially; one file is one shard. A record is its line number, eight bytes, followed
-//! by the raw row.
+//! Compressed text tables, read sequentially; one file is one shard. A record is its line number, eight bytes,
+//! followed by the raw row.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;

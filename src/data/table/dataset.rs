@@ -68,7 +68,9 @@ impl OpenFormat {
         Ok(match format {
             TableFileFormat::Csv(settings) => Self::Csv(settings.detect(first)?),
             TableFileFormat::Json => Self::Csv(Dialect::json()),
-            TableFileFormat::Parquet if starts_with(first, arrow_file::MAGIC)? => Self::Csv(Dialect::arrow()),
+            TableFileFormat::Parquet if arrow_file::is_arrow(&first_bytes(first)?) => {
+                Self::Csv(Dialect::arrow())
+            }
             TableFileFormat::Parquet => Self::Parquet,
         })
     }
@@ -81,11 +83,11 @@ impl OpenFormat {
     }
 }
 
-fn starts_with(file: &Path, magic: &[u8]) -> Result<bool, DataError> {
+fn first_bytes(file: &Path) -> Result<Vec<u8>, DataError> {
     let mut start = Vec::new();
     let opened = regular_file::open(file).map_err(DataError::io(file))?;
-    opened.take(magic.len() as u64).read_to_end(&mut start).map_err(DataError::io(file))?;
-    Ok(start == magic)
+    opened.take(8).read_to_end(&mut start).map_err(DataError::io(file))?;
+    Ok(start)
 }
 
 /// A set of rows.

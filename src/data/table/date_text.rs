@@ -1,7 +1,8 @@
 //! Dates and times in text: year-month-day, day/month/year or month/day/year, with a month in digits or by its English
 //! name, a time of day, or both; a month, a quarter or a week, which stand for their first day.
 //!
-//! An offset from UTC and the name of a zone are accepted and ignored: the parts are those of the time as it is written.
+//! An offset from UTC and the name of a zone are accepted and ignored: the parts are those of the time as it is
+//! written.
 
 use jiff::civil::{Date, ISOWeekDate, Weekday};
 use serde::{Deserialize, Serialize};
@@ -243,7 +244,8 @@ fn parse_ideographs(text: &str) -> Option<(Date, &str)> {
     Some((date, rest))
 }
 
-/// The first day of a week as in ISO 8601, `2021-W05` or with a day `2021-W05-3`, or of a quarter, `2021Q3` or `Q3 2021`.
+/// The first day of a week as in ISO 8601, `2021-W05` or with a day `2021-W05-3`, or of a quarter, `2021Q3` or `Q3
+/// 2021`.
 fn parse_period(text: &str) -> Option<Date> {
     let year = |text: &str| (text.len() == 4).then(|| parse_digits::<i16>(text)).flatten();
     if let Some((before, after)) = text.split_once(['W', 'w']) {
@@ -272,15 +274,15 @@ fn parse_time(text: &str) -> Option<f64> {
         _ => (text, None),
     };
     let text = ["UTC", "GMT"].iter().find_map(|zone| text.strip_suffix(zone)).unwrap_or(text).trim_end();
-    // `050607`, as in `20210304T050607`.
-    let basic = text.len() == 6 && text.bytes().all(|byte| byte.is_ascii_digit());
-    let spaced = basic.then(|| format!("{}:{}:{}", &text[..2], &text[2..4], &text[4..]));
-    let text = spaced.as_deref().unwrap_or(text);
     let time = match text.find(['Z', 'z', '+', '-']) {
         Some(at) if afternoon.is_none() && is_offset(&text[at..]) => text[..at].trim_end(),
         Some(_) => return None,
         None => text,
     };
+    // `050607` and `0506`, as in `20210304T050607Z`.
+    let is_basic = matches!(time.len(), 4 | 6) && time.bytes().all(|byte| byte.is_ascii_digit());
+    let spaced = is_basic.then(|| format!("{}:{}:{:0<2}", &time[..2], &time[2..4], &time[4..]));
+    let time = spaced.as_deref().unwrap_or(time);
     let mut parts = time.split(':');
     let (hour, minute, second) = (parts.next()?, parts.next()?, parts.next());
     if parts.next().is_some() || !(1..=2).contains(&hour.len()) || minute.len() != 2 {
@@ -354,6 +356,8 @@ mod tests {
             "Thu, 04 Mar 2021 00:00:00 +0000",
             "Thursday 4 March 2021",
             "20210304T000000",
+            "20210304T000000Z",
+            "20210304T0000+0100",
             "2021-03-04 00:00 UTC",
             "20210304",
             "2021-Mar-04",

@@ -2,8 +2,8 @@
 //!
 //! A row ends with a line feed outside of quotes; a carriage return before it is dropped. A field is quoted if its
 //! first non-space character is the quote; a doubled quote inside quotes stands for one. Elsewhere the quote is an
-//! ordinary character. Spaces around unquoted fields are ignored. Comments are not rows, nor are blank lines unless the
-//! table has one column.
+//! ordinary character. Spaces around unquoted fields are ignored. Comments are not rows, nor are blank lines unless
+//! the table has one column.
 
 use memchr::{memchr, memchr2};
 

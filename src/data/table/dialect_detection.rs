@@ -163,8 +163,8 @@ impl DialectSettings {
                 if spaces.is_plausible() {
                     return Ok(spaces);
                 }
-                // One column, whose values may contain some of the delimiters. If they contain all, the table is refused
-                // with what the column contains.
+                // One column, whose values may contain some of the delimiters. If they contain all, the table is
+                // refused with what the column contains.
                 let single = |sample: &SplitSample| sample.width == 1;
                 let mut samples: Vec<SplitSample> = DELIMITERS.into_iter().map(split).collect();
                 let is_one_column = samples.iter().all(single);
@@ -300,8 +300,8 @@ fn after_lines(text: &[u8], count: u64) -> &[u8] {
     rest
 }
 
-/// Whether lines end with a carriage return alone, as those of old Macs did, outside of quotes; a line feed may have been
-/// added at the end of the file.
+/// Whether lines end with a carriage return alone, as those of old Macs did, outside of quotes; a line feed may
+/// have been added at the end of the file.
 fn ends_lines_with_returns(text: &[u8]) -> bool {
     let (mut returns, mut line_feeds, mut quoted) = (0, 0, false);
     for (i, byte) in text.iter().enumerate() {
@@ -339,8 +339,8 @@ fn has_comments(text: &[u8]) -> bool {
     comments > 0 && 2 * comments < lines().count()
 }
 
-/// Whether there are comments: a quoted field may have lines that start with `#` too. Refuses a comment that would be a
-/// row of the table.
+/// Whether there are comments: a quoted field may have lines that start with `#` too. Refuses a comment that would
+/// be a row of the table.
 fn check_comments(file: &Path, text: &[u8], skipped: u64, found: &SplitSample) -> Result<bool, DataError> {
     let mut fields = RowFields::default();
     let (mut start, mut line, mut any) = (0, skipped + 1, false);

@@ -1,8 +1,9 @@
 //! Encodes the cells of a row into a sample: standardized numbers; one-hot categories, or ordinal ids behind all
 //! numbers for embeddings; class ids.
 //!
-//! A cell is first parsed into one f64, its code: the number, the category id, or one of two NaNs for a missing and for
-//! an invalid value. Text goes through both steps when it is read; columns that are decoded ahead are stored as codes.
+//! A cell is first parsed into one f64, its code: the number, the category id, or one of two NaNs for a missing and
+//! for an invalid value. Text goes through both steps when it is read; columns that are decoded ahead are stored as
+//! codes.
 
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};

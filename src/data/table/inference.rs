@@ -279,8 +279,8 @@ impl ColumnInference {
         self.has_text && self.number_hashes.count_ones() >= MANY_NUMBERS && self.is_most(self.numbers)
     }
 
-    /// Whether some texts stand among numbers for what has none: most values are numbers, or a few texts are not and the
-    /// numbers are measurements, or one of the texts says so.
+    /// Whether some texts stand among numbers for what has none: most values are numbers, or a few texts are not
+    /// and the numbers are measurements, or one of the texts says so.
     pub fn has_stray_text(&self) -> bool {
         let few = self.text_hashes.count_ones() <= FEW_TEXTS && self.dates.count == 0;
         let measured = self.has_fraction || self.number_hashes.count_ones() >= MANY_NUMBERS;

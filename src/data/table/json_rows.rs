@@ -31,6 +31,8 @@ pub struct JsonRows {
     /// Index of each column; lookup only.
     columns: HashMap<String, usize>,
     cells: Vec<Option<String>>,
+    /// Columns that the record has.
+    is_set: Vec<bool>,
     row: Vec<u8>,
 }
 
@@ -69,20 +71,33 @@ impl JsonRows {
         let names: Vec<String> = names.into_iter().collect();
         let text_lists = (0..names.len()).filter(|i| lists.contains(&names[*i])).collect();
         let columns = names.iter().cloned().zip(0..).collect();
-        let cells = vec![None; names.len()];
-        Ok(Self { records: JsonRecords::open(file)?, names, text_lists, columns, cells, row: Vec::new() })
+        let (cells, is_set) = (vec![None; names.len()], vec![false; names.len()]);
+        let records = JsonRecords::open(file)?;
+        Ok(Self { records, names, text_lists, columns, cells, is_set, row: Vec::new() })
     }
 
     /// The next record as a row, and the number of its first line, from 1.
     pub fn next(&mut self) -> Result<Option<(u64, &[u8])>, DataError> {
         let Some((line, value)) = self.records.next()? else { return Ok(None) };
         self.cells.fill(None);
-        let mut unknown = None;
+        self.is_set.fill(false);
+        let (mut unknown, mut twice) = (None, None);
         flatten(String::new(), value, &mut |name, cell, kind| match self.columns.get(&name) {
+            Some(column) if std::mem::replace(&mut self.is_set[*column], true) => twice = Some(name),
             Some(column) => self.cells[*column] = cell,
             None if kind == CellKind::EmptyList => {}
             None => unknown = unknown.take().or(Some(name)),
         });
+        if let Some(name) = twice {
+            return Err(DataError::Table {
+                file: self.records.file.clone(),
+                place: format!("line {line}"),
+                problem: format!(
+                    "two fields are named `{name}`: one has points in its own name, and one is nested"
+                ),
+                hint: "rename one of them",
+            });
+        }
         if let Some(name) = unknown {
             return Err(DataError::Table {
                 file: self.records.file.clone(),

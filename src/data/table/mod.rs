@@ -1,10 +1,10 @@
 //! Tables: rows of named columns, as text (`csv`, `json`) or typed (`parquet`, also of Arrow files), encoded into
 //! samples.
 //!
-//! Owns column selection ([`columns`]), column statistics ([`statistics`]) and row encoding ([`encoding`]), which are
-//! the same for every file format; a format implements [`TableReader`]. Takes files and [`TableSettings`], and gives a
-//! training and a validation set. Opening a table reads only the first rows, unless a mean, a standard deviation or the
-//! categories of a column are needed: then it reads the training rows once and caches the result.
+//! Owns column selection ([`columns`]), column statistics ([`statistics`]) and row encoding ([`encoding`]), which
+//! are the same for every file format; a format implements [`TableReader`]. Takes files and [`TableSettings`], and
+//! gives a training and a validation set. Opening a table reads only the first rows, unless a mean, a standard
+//! deviation or the categories of a column are needed: then it reads the training rows once and caches the result.
 
 mod arrow_file;
 mod arrow_rows;
@@ -35,6 +35,7 @@ mod parquet_groups;
 mod parquet_pages;
 mod parquet_partitions;
 mod parquet_values;
+mod parquet_zones;
 mod row_index;
 mod rows;
 mod schema;
@@ -43,6 +44,7 @@ mod statistics;
 #[cfg(test)]
 mod tests;
 mod text_encoding;
+mod time_zone;
 mod units;
 
 use std::path::Path;

@@ -121,13 +121,15 @@ pub fn parse_plain(text: &[u8]) -> Option<f64> {
     str::from_utf8(text).ok()?.trim().parse().ok()
 }
 
-/// A number with the symbol of a currency, in a file or behind rows whose numbers have none. `$1,234` may have groups of
-/// digits or a decimal comma, and is none.
+/// A number with the symbol of a currency, in a file or behind rows whose numbers have none. `$1,234` may have
+/// groups of digits or a decimal comma, and is none.
 #[cold]
 fn parse_with_currency(text: &[u8]) -> Option<f64> {
     let written =
         WrittenNumber::parse(text).filter(|written| written.currency.is_some() && !written.percent)?;
-    written.point.filter(|point| written.comma.is_none_or(|comma| comma == *point))
+    // A point is decimal, as without the symbol.
+    let is_plain = |point: &f64| !text.contains(&b',') || written.comma.is_none_or(|comma| comma == *point);
+    written.point.filter(is_plain)
 }
 
 /// A number as it may be meant.
@@ -447,8 +449,8 @@ mod tests {
         let parse = |notation: Notation, text: &str| notation.parse(text.as_bytes());
         let plain = evidence(&["1.5", "2"]).unwrap().notation(None, None).unwrap();
         assert_eq!(
-            ["$5", "€5.25", "£1,234.50"].map(|text| parse(plain, text)),
-            [Some(5.0), Some(5.25), Some(1234.5)]
+            ["$5", "€5.125", "£1,234.50"].map(|text| parse(plain, text)),
+            [Some(5.0), Some(5.125), Some(1234.5)]
         );
         assert_eq!(["$1,234", "1,5", "5%", "$5%"].map(|text| parse(plain, text)), [None; 4]);
         let dollars = evidence(&["$1.5", "$2"]).unwrap().notation(None, None).unwrap();

@@ -19,6 +19,7 @@ use super::parquet_groups::{
     self, BATCH_ROWS, CODE_BYTES, DecodedRow, LeafSelection, RowGroupDecoder, catch_panic, corrupt_file,
 };
 use super::parquet_values::ValueFormat;
+use super::parquet_zones::{self, LeafZones};
 use super::schema::TableSchema;
 use super::{
     CellValue, RowCells, RowVisitor, TableReader, parquet_pages, parquet_partitions, parquet_values,
@@ -49,6 +50,7 @@ struct ParquetFile {
     path: PathBuf,
     metadata: ParquetMetaData,
     partitions: Arc<[Option<String>]>,
+    zones: LeafZones,
 }
 
 #[derive(Clone, Copy)]
@@ -131,7 +133,8 @@ impl ParquetFiles {
                 first_in_file += rows;
                 table.rows += rows;
             }
-            table.files.push(ParquetFile { path: path.clone(), metadata, partitions: values.into() });
+            let zones = parquet_zones::find_zones(path, metadata.file_metadata())?;
+            table.files.push(ParquetFile { path: path.clone(), metadata, partitions: values.into(), zones });
         }
         Ok(table)
     }
@@ -259,7 +262,13 @@ impl ParquetFiles {
     ) -> Result<RowGroupDecoder, DataError> {
         let file = &self.files[group.file];
         let about = file.metadata.row_group(group.row_group);
-        RowGroupDecoder::open(&file.path, about, group.rows, selection, file.partitions.clone())
+        RowGroupDecoder::open(
+            &file.path,
+            about,
+            group.rows,
+            selection,
+            (file.partitions.clone(), &file.zones),
+        )
     }
 }
 

@@ -6,6 +6,7 @@ use std::io::BufReader;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use jiff::tz::TimeZone;
 use parquet::basic::Compression;
 use parquet::column::reader::{ColumnReader, get_column_reader};
 use parquet::data_type::ByteArray;
@@ -15,7 +16,8 @@ use parquet::file::metadata::{ColumnChunkMetaData, RowGroupMetaData};
 use super::checked_pages::{CheckedPages, DeltaTextSizes};
 use super::columns::{Column, ListElement};
 use super::parquet_values::{ColumnValues, ValueFormat};
-use super::{CellValue, RowCells, parquet_pages};
+use super::parquet_zones::LeafZones;
+use super::{CellValue, RowCells, parquet_pages, time_zone};
 use crate::base::regular_file;
 use crate::data::DataError;
 
@@ -78,15 +80,25 @@ struct ColumnChunk {
     reader: Option<Box<ColumnReader>>,
     format: ValueFormat,
     values: ColumnValues,
+    /// Of points in time, which are then read as its clock shows them. Boxed: most of very many columns have none.
+    zone: Option<Box<TimeZone>>,
 }
 
 impl ColumnChunk {
     fn decode_batch(&mut self, count: usize) -> Result<(), ParquetError> {
         if let Some(reader) = &mut self.reader {
             self.values = ColumnValues::decode(reader, self.format, count)?;
+            if let (Some(zone), ColumnValues::Numbers(seconds)) = (&self.zone, &mut self.values) {
+                seconds.iter_mut().for_each(|x| *x += ahead(zone, *x));
+            }
         }
         Ok(())
     }
+}
+
+/// Seconds that the clock of a zone is ahead of UTC. Whole seconds that were stored as nanoseconds are a little less.
+fn ahead(zone: &TimeZone, seconds: f64) -> f64 {
+    time_zone::offset_seconds(zone, (seconds + 1e-3).floor() as i64) as f64
 }
 
 /// Where a cell of a row comes from.
@@ -225,7 +237,7 @@ impl RowGroupDecoder {
         about: &RowGroupMetaData,
         rows: u64,
         selection: LeafSelection,
-        partitions: Arc<[Option<String>]>,
+        (partitions, zones): (Arc<[Option<String>]>, &LeafZones),
     ) -> Result<Self, DataError> {
         let values_per_row = selection.values_per_row();
         let open = || {
@@ -238,6 +250,7 @@ impl RowGroupDecoder {
                     reader: Some(Box::new(opener.open(chunk, rows)?)),
                     format: ValueFormat::of(chunk.column_descr(), leaf.list),
                     values: ColumnValues::Numbers(Vec::new()),
+                    zone: zones.get(&leaf.index).cloned().map(Box::new),
                 };
                 if rows <= WHOLE_GROUP_ROWS {
                     chunk.decode_batch(rows as usize)?;

@@ -96,7 +96,7 @@ impl RowReader {
             return Ok(reader);
         }
         reader.fill()?;
-        if reader.buffer.starts_with(arrow_file::MAGIC) || reader.buffer.starts_with(b"PAR1") {
+        if arrow_file::is_arrow(&reader.buffer) || reader.buffer.starts_with(b"PAR1") {
             return Err(DataError::Table {
                 file: file.to_owned(),
                 place: String::new(),
@@ -158,8 +158,8 @@ impl RowReader {
         }
     }
 
-    /// Column names: the first row if the dialect has a header; otherwise the column numbers from 0, and the row is not
-    /// consumed. A column without a name is called by its number too.
+    /// Column names: the first row if the dialect has a header; otherwise the column numbers from 0, and the row is
+    /// not consumed. A column without a name is called by its number too.
     pub fn read_names(&mut self) -> Result<ColumnNames, DataError> {
         if let Some(records) = &self.records {
             let (names, text_lists) = (records.names().to_vec(), records.text_lists().to_vec());
@@ -211,8 +211,8 @@ impl RowReader {
         self.offset += length as u64;
     }
 
-    /// Returns the length that `end` finds in the bytes from `position`, reading more until it finds one; at the end of
-    /// the file, all remaining bytes.
+    /// Returns the length that `end` finds in the bytes from `position`, reading more until it finds one; at the
+    /// end of the file, all remaining bytes.
     fn find_end(&mut self, end: impl Fn(&[u8]) -> Option<usize>) -> Result<usize, DataError> {
         loop {
             if let Some(length) = end(&self.buffer[self.position..]) {

@@ -94,8 +94,8 @@ impl UnitEvidence {
         Some(())
     }
 
-    /// Whether they are measurements: too many to be codes, or all in one unit. `number_hashes` are bits of hashes of the
-    /// numbers without a unit.
+    /// Whether they are measurements: too many to be codes, or all in one unit. `number_hashes` are bits of hashes
+    /// of the numbers without a unit.
     pub fn are_measurements(&self, number_hashes: u64) -> bool {
         let many = (self.hashes | number_hashes).count_ones() >= MANY_NUMBERS;
         // `5more` beside numbers is a code of its own.

@@ -86,7 +86,11 @@ fn network(d: &mut ParamRegistry, sizes: TestSizes) -> Network {
         focal_gamma: 0.0,
         class_weights: None,
     };
-    Network { blocks: nodes.into_iter().enumerate().map(block).collect(), loss: Box::new(loss) }
+    Network {
+        blocks: nodes.into_iter().enumerate().map(block).collect(),
+        loss: Box::new(loss),
+        teacher: None,
+    }
 }
 
 fn batch(dtype: DType, TestSizes { batch, length, .. }: TestSizes) -> DeviceBatch {

@@ -194,6 +194,8 @@ pub(super) const KEYS: &[(&str, &str, &str)] = &[
     ("prune.initial", "", "initial_sparsity"),
     ("prune.final", "", "final_sparsity target_sparsity sparsity amount"),
     ("prune.every_steps", "", "frequency pruning_frequency update_frequency"),
+    ("distill.teacher", "", "teacher_model teacher_path"),
+    ("distill.weight", "", "alpha kd_weight"),
     ("log.every_steps", "", "logging_steps log_every_n_steps log_interval log_every logging_interval"),
     ("log.tensorboard", "", "tensorboard_dir use_tensorboard"),
     ("log.mlflow", "", "mlflow_uri mlflow_tracking_uri tracking_uri"),
@@ -216,6 +218,7 @@ pub(super) const TABLES: &[(&str, &str)] = &[
     ("checkpoint", "checkpointing model_checkpoint save saving"),
     ("stop", "early_stopping earlystopping early_stop"),
     ("prune", "pruning pruner sparsity"),
+    ("distill", "distillation kd knowledge_distillation"),
     ("log", "logging logger loggers"),
     ("memory", "hardware resources"),
 ];

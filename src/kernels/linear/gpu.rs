@@ -68,14 +68,14 @@ impl LinearKernel<'_> {
         device: &CudaDevice,
         x: Option<&Tensor>,
         v: Option<&Tensor>,
-        dy: Tensor,
+        dy: &Tensor,
         grads: &WeightBiasGrads,
         needs_input_grad: bool,
     ) -> Result<Option<Tensor>> {
         let (dx, _) =
-            self.backward_input_cuda(device, v, &dy, grads.bias, (needs_input_grad, None), (false, None))?;
+            self.backward_input_cuda(device, v, dy, grads.bias, (needs_input_grad, None), (false, None))?;
         if let (Some(x), Some(dweight)) = (x, grads.weight) {
-            self.backward_weight_cuda(x, &dy, dweight)?;
+            self.backward_weight_cuda(x, dy, dweight)?;
         }
         Ok(dx)
     }

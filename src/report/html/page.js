@@ -14,7 +14,7 @@
   const duration = (s) => s < 60 ? +s.toPrecision(3) + " s" : s < 3600 ? (s / 60).toFixed(1) + " min"
     : s < 86400 ? (s / 3600).toFixed(1) + " h" : (s / 86400).toFixed(1) + " d";
   const formats = {
-    number: digits, percent: (x) => x.toFixed(1) + " %", rate: (x) => scaled(x, 1000, ["", "k", "M", "G"]),
+    number: digits, percent: (x) => digits(x) + " %", rate: (x) => scaled(x, 1000, ["", "k", "M", "G"]),
     bytes: (x) => scaled(x, 1024, [" B", " KiB", " MiB", " GiB", " TiB"]),
     step: (x) => scaled(Math.round(x), 1000, ["", "k", "M", "G"]), time: duration,
   };

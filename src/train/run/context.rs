@@ -63,6 +63,7 @@ impl<'a> RunContext<'a> {
             }
             other => other?,
         };
+        engine.load_teacher()?;
         let position = Position::start(setup.total_steps.min(options.max_steps.unwrap_or(u64::MAX)));
         Ok(Self { setup, options, folder, engine, train_loader: None, position, report })
     }

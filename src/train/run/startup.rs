@@ -6,7 +6,7 @@ use super::{Run, RunOptions};
 use crate::base::features::{InputSpec, TargetSpec};
 use crate::base::regular_file;
 use crate::data::DatasetContext;
-use crate::data::fingerprint::{self, DataFingerprint};
+use crate::data::fingerprint::{self, DataFingerprint, FingerprintInput};
 use crate::data::language::tokenizer::MAX_SETTINGS_BYTES;
 use crate::events::event::Event;
 use crate::events::{Reporter, Summary};
@@ -75,8 +75,11 @@ fn fingerprint(
     recorded: Option<&DataFingerprint>,
     opening: &DatasetContext,
 ) -> Result<DataFingerprint, Failure> {
+    // A teacher that is trained on is another experiment.
+    let teacher = setup.teacher.as_ref().map(|teacher| &teacher.weights);
+    let teacher = teacher.map(|file| FingerprintInput::file("distill.teacher", file));
     let sources = fingerprint::fingerprint_sources(
-        Datasets::inputs(&setup.job)?,
+        Datasets::inputs(&setup.job)?.into_iter().chain(teacher).collect(),
         recorded,
         &opening.cache,
         opening.observer.as_ref(),
@@ -210,6 +213,7 @@ pub(super) fn prepare_gpu(
         () if options.observer.is_some() => NoGraph::Observed,
         () if setup.backend().is_reference() => NoGraph::Reference,
         () if !setup.job.memory.graphs => NoGraph::TurnedOff,
+        () if setup.teacher.is_some() => NoGraph::Distilled,
         () if !plan.chosen.offload.is_empty() => NoGraph::Offloaded,
         () => return Ok(true),
     };

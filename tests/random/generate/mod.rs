@@ -40,6 +40,8 @@ pub struct GeneratedJob {
     pub threads: usize,
     /// `train.init` names weights that a first run of the same model, with another seed, must write.
     pub needs_initial_weights: bool,
+    /// `distill.teacher` names a run of the same job that must be made first.
+    pub needs_teacher: bool,
     pub disturbance: Option<Disturbance>,
 }
 

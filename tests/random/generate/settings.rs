@@ -1,4 +1,4 @@
-//! `[train]`, `[optimizer]`, `[schedule]`, `[memory]`, `[eval]`, `[checkpoint]`, `[prune]` and `[log]`.
+//! `[train]`, `[optimizer]`, `[schedule]`, `[memory]`, `[eval]`, `[checkpoint]`, `[prune]`, `[distill]` and `[log]`.
 
 use toml::{Table, Value};
 
@@ -86,7 +86,11 @@ pub fn case(
     if apart.chance(0.3) {
         job.set("stop", stop(&mut apart, &measured));
     }
-    set_prune(&mut Draw::new(seed, "prune"), &mut job, steps.then_some(updates));
+    // The run that writes initial weights has one update, too few for a schedule.
+    if !begins_with_weights {
+        set_prune(&mut Draw::new(seed, "prune"), &mut job, steps.then_some(updates));
+        set_distill(&mut Draw::new(seed, "distill"), &mut job, classes);
+    }
     let mut log = Table::new();
     if draw.chance(0.9) {
         log.number("every_steps", draw.pick(&[1, 1, 1, 2]));
@@ -94,9 +98,12 @@ pub fn case(
     if draw.chance(0.7) {
         log.set("tensorboard", draw.chance(0.3));
     }
-    if Draw::new(seed, "mlflow").chance(0.05) {
+    let mut mlflow = Draw::new(seed, "mlflow");
+    if mlflow.chance(0.05) {
         // No server listens on this port: the run warns, and nothing else changes.
         log.set("mlflow", "http://127.0.0.1:9");
+    } else if mlflow.chance(0.05) {
+        log.set("mlflow", "sqlite:///mlflow.db");
     }
     // Drawn apart, so that the jobs of all seeds stay the same.
     let mut reports = Draw::new(seed, "report");
@@ -113,7 +120,16 @@ pub fn case(
     }
     job.set("log", log);
     let threads = scale.either(draw.pick(&[1, 2, 2, 3, 4]), 2);
-    GeneratedJob { seed, job, files, threads, needs_initial_weights: begins_with_weights, disturbance: trial }
+    let needs_teacher = job.contains_key("distill");
+    GeneratedJob {
+        seed,
+        job,
+        files,
+        threads,
+        needs_initial_weights: begins_with_weights,
+        needs_teacher,
+        disturbance: trial,
+    }
 }
 
 /// The metrics that the job's task certainly has.
@@ -289,6 +305,16 @@ fn set_prune(draw: &mut Draw, job: &mut Table, steps: Option<usize>) {
         }
         false => drop(table.set("schedule", "constant")),
     }
+    // Some of their layers have a multiple of four inputs, whatever the rest of the model.
+    let has_fours = matches!(kind, "resnet" | "mobilenet");
+    match has_fours && !table.contains_key("end_step") && draw.chance(0.6) {
+        true => {
+            table.remove("final");
+            table.set("structure", "2:4");
+        }
+        false if draw.chance(0.3) => drop(table.set("structure", "weights")),
+        false => {}
+    }
     if draw.chance(0.6) {
         table.set("scope", draw.pick(&["tensor", "global"]));
     }
@@ -304,6 +330,27 @@ fn set_prune(draw: &mut Draw, job: &mut Table, steps: Option<usize>) {
         table.set("skip", skip);
     }
     job.set("prune", table);
+}
+
+/// A teacher, where targets are classes or tokens. Drawn apart, like the loss.
+fn set_distill(draw: &mut Draw, job: &mut Table, classes: bool) {
+    let data = job["data"].as_table().cloned().unwrap_or_default();
+    let text = |key: &str| data.get(key).and_then(Value::as_str).unwrap_or_default();
+    let is_table = matches!(text("kind"), "csv" | "json" | "parquet");
+    let several = data.contains_key("label_separator") || text("task") == "labels";
+    // Unless the job says so, the first rows of a table decide whether numbers are classes.
+    if several || is_table && (!classes || text("task") != "classes") || !draw.chance(0.15) {
+        return;
+    }
+    let mut table = Table::new();
+    table.set("teacher", "teacher");
+    if draw.chance(0.7) {
+        table.set("temperature", draw.pick(&[1.0, 4.0]));
+    }
+    if draw.chance(0.7) {
+        table.set("weight", draw.pick(&[0.0, 0.5, 1.0]));
+    }
+    job.set("distill", table);
 }
 
 /// Conditions that no run meets, so that it has all of its updates.

@@ -195,13 +195,31 @@ fn check_warns_of_identifiers_copies_of_the_target_and_rows_in_both_sets() {
     assert!(warnings[1].contains("column `name` has as many values as training rows, 30"), "{warnings:?}");
 }
 
+/// pandas writes the offset of a zone to text, and keeps points in time in UTC elsewhere.
+#[test]
+fn points_in_time_are_those_of_the_clock_of_their_zone_in_every_format() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data");
+    let opened = |name: &str, format| {
+        let path = [folder.join(name)];
+        let (set, _) = TableFixture::new().open(&path, &path, format, &target(&["y"])).unwrap();
+        (set.input_names(), all(&set))
+    };
+    let text = opened("zoned.csv", TableFileFormat::Csv(DialectSettings::default()));
+    assert_eq!((text.0.len(), text.1.len()), (13, 12));
+    // The clock jumps from 2 to 3 in the night.
+    assert_eq!(text.1[0].0[..5], [2021.0, 3.0, 27.0, 5.0, 22.258_333]);
+    assert_eq!(text.1[1].0[4], 4.258_333_3);
+    assert_eq!(opened("zoned.parquet", TableFileFormat::Parquet), text);
+    assert_eq!(opened("zoned.arrows", TableFileFormat::Parquet), text);
+}
+
 /// A damaged Arrow file is an error or other values, never a panic or an allocation without bounds.
 #[test]
 fn damaged_arrow_files_are_errors() {
     use crate::base::random::RngKey;
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data");
     let (mut refused, mut read_through) = (0, 0);
-    for name in ["lz4.feather", "zstd.feather", "uncompressed.feather", "views.arrow"] {
+    for name in ["lz4.feather", "zstd.feather", "uncompressed.feather", "views.arrow", "zoned.arrows"] {
         let whole = fs::read(folder.join(name)).unwrap();
         for seed in 0..400 {
             let mut draws = RngKey::new(seed, 1).rng();

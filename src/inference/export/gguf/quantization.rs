@@ -206,11 +206,11 @@ fn fit(wanted: GgmlDType, row: usize) -> GgmlDType {
 mod tests {
     use super::*;
     use crate::inference::export::weights::Transform;
-    use crate::params::{MemoryFormat, ParamInit, TensorSpec};
+    use crate::params::{MemoryFormat, ParamInit, TensorSpec, TensorUse};
 
     fn mapping(name: &str, shape: &[usize]) -> TensorMapping {
         let spec = TensorSpec {
-            is_table: false,
+            usage: TensorUse::Weight,
             name: name.into(),
             shape: shape.into(),
             init: ParamInit::Constant(0.0),

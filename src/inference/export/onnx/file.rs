@@ -354,7 +354,7 @@ mod tests {
     use super::super::super::NoExportProgress;
     use super::super::super::weights::{Transform, WeightFiles};
     use super::*;
-    use crate::params::{MemoryFormat, ParamInit, TensorSpec};
+    use crate::params::{MemoryFormat, ParamInit, TensorSpec, TensorUse};
 
     #[test]
     fn weights_are_read_back_from_the_model_or_from_their_own_file() {
@@ -364,7 +364,7 @@ mod tests {
         let tensor = Tensor::from_vec(values.clone(), (20, 30), &Device::Cpu).unwrap();
         tensor.save_safetensors("w", &source).unwrap();
         let spec = TensorSpec {
-            is_table: false,
+            usage: TensorUse::Weight,
             name: "w".into(),
             shape: vec![20, 30],
             init: ParamInit::Constant(0.0),

@@ -1,0 +1,226 @@
+//! The teacher of a run that distills (`distill.teacher`): a trained model on disk, and whether it suits the data.
+
+use std::path::{Path, PathBuf};
+
+use candle_core::DType;
+
+use super::Failure;
+use super::checkpoint::{self, Checkpoints};
+use super::run_dir::RunDir;
+use super::setup::fused_network;
+use super::tensor_files::load_views;
+use super::tensor_reader::TensorReader;
+use crate::base::Backend;
+use crate::base::features::{Features, InputSpec};
+use crate::base::regular_file;
+use crate::data::Dataset;
+use crate::data::preprocessing::Preprocessing;
+use crate::graph::network::Network;
+use crate::job::{Job, ModelConfig, job_values};
+use crate::models::{BuiltModel, LossOptions, ModelError};
+use crate::param_store::ParamStore;
+use crate::params::{ParamLayout, ParamRules};
+
+/// The description that every export has.
+const DESCRIPTION: &str = "model.json";
+
+/// Upper bound on the size of each JSON file.
+const MAX_JSON_BYTES: u64 = 1 << 30;
+
+/// Keys of `[data]` that change what a model sees of an image.
+const NORMALIZATION: [&str; 3] = ["data.mean", "data.std", "data.normalize"];
+
+/// Why a model cannot be the teacher.
+#[derive(Debug, thiserror::Error)]
+#[error("`distill.teacher` is `{}`, which {problem}", path.display())]
+pub struct TeacherError {
+    path: PathBuf,
+    problem: String,
+}
+
+/// A model that suits the data of the job.
+pub struct Teacher {
+    model: ModelConfig,
+    pub layout: ParamLayout,
+    /// The file with the EMA of the weights, if the run kept one.
+    pub weights: PathBuf,
+    /// Has the running statistics.
+    statistics: PathBuf,
+}
+
+impl Teacher {
+    /// Opens the teacher of a job that trains on this dataset; `None` if the job has none. Reads no weights.
+    pub fn of(job: &Job, dataset: &dyn Dataset) -> Result<Option<Self>, Failure> {
+        let Some(distill) = &job.distill else { return Ok(None) };
+        let path = &distill.teacher;
+        let refuse = |problem| TeacherError { path: path.clone(), problem };
+        let teacher = Self::open(path, job, dataset).map_err(|problem| Failure::Teacher(refuse(problem)))?;
+        Ok(Some(teacher))
+    }
+
+    fn open(path: &Path, job: &Job, dataset: &dyn Dataset) -> Result<Self, String> {
+        let folder = folder(path)?;
+        let read = |name: &str| {
+            regular_file::read(&folder.join(name), MAX_JSON_BYTES)
+                .map_err(|error| format!("cannot be used: `{name}`: {error}"))
+        };
+        let its_job: Job = match checkpoint::is_checkpoint(&folder) {
+            true => {
+                let state = checkpoint::verify_files(&folder).map_err(|why| format!("is damaged: {why}"))?;
+                serde_json::from_value(state.job)
+            }
+            false => serde_json::from_slice::<serde_json::Value>(&read(DESCRIPTION)?)
+                .and_then(|mut description| serde_json::from_value(description["job"].take())),
+        }
+        .map_err(|error| format!("has a job that cannot be read: {error}"))?;
+        let preprocessing = Preprocessing::from_json(&read(checkpoint::PREPROCESSING)?)
+            .map_err(|why| format!("cannot be used: `{}`: {why}", checkpoint::PREPROCESSING))?;
+        check_data(&preprocessing, dataset)?;
+        check_normalization(&its_job, job)?;
+        check_tokenizer(&folder, dataset)?;
+        let statistics = folder.join(checkpoint::MODEL);
+        let average = folder.join(checkpoint::AVERAGE);
+        let weights = if average.exists() { average } else { statistics.clone() };
+        if !weights.exists() {
+            return Err(format!("has no `{}`", checkpoint::MODEL));
+        }
+        let features = teacher_features(dataset.features());
+        let built =
+            crate::models::build(&its_job.model, &features).map_err(|why| format!("does not fit: {why}"))?;
+        let teacher = Self { model: its_job.model, layout: built.layout, weights, statistics };
+        teacher.check_names()?;
+        Ok(teacher)
+    }
+
+    /// Checks that the file has every parameter, in its shape.
+    fn check_names(&self) -> Result<(), String> {
+        let file = TensorReader::open(&self.weights).map_err(|error| format!("cannot be read: {error}"))?;
+        for (spec, _) in self.layout.params.iter() {
+            match file.info(&spec.name) {
+                Some(info) if info.shape == spec.shape => {}
+                Some(info) => {
+                    let (name, there, here) = (&spec.name, &info.shape, &spec.shape);
+                    return Err(format!("has `{name}` of shape {there:?}, and its model needs {here:?}"));
+                }
+                None => return Err(format!("has no `{}`: export it as safetensors", spec.name)),
+            }
+        }
+        Ok(())
+    }
+
+    /// Its network for samples of these features, fused for this backend.
+    pub fn network(
+        &self,
+        features: &Features,
+        dtype: DType,
+        backend: Backend,
+    ) -> Result<Network, ModelError> {
+        let (loss, rules) = (LossOptions::default(), ParamRules::default());
+        let features = teacher_features(features);
+        let BuiltModel { network, .. } =
+            fused_network(&self.model, &loss, &rules, &features, dtype, backend)?;
+        Ok(network)
+    }
+
+    /// Bytes of its weights in this type, and of its running statistics.
+    pub fn bytes(&self, dtype: DType) -> u64 {
+        (self.layout.params.len * dtype.size_in_bytes() + self.layout.stats.len * size_of::<f32>()) as u64
+    }
+
+    /// Loads the weights into a store of its layout.
+    pub fn load(&self, store: &ParamStore) -> Result<(), Failure> {
+        load_views(&self.weights, &store.layout.params, store.weight_views())?;
+        load_views(&self.statistics, &store.layout.stats, store.stat_views())
+    }
+}
+
+/// A blend of two classes is the student's target: a teacher has the logits of all classes.
+fn teacher_features(features: &Features) -> Features {
+    use crate::base::features::TargetSpec::{Class, MixedClass};
+    let target = match &features.target {
+        MixedClass { names } => Class { names: names.clone() },
+        target => target.clone(),
+    };
+    Features { target, ..features.clone() }
+}
+
+/// The folder of the checkpoint or export that a path names: of a run, its best checkpoint.
+fn folder(path: &Path) -> Result<PathBuf, String> {
+    if checkpoint::is_checkpoint(path) || path.join(DESCRIPTION).exists() {
+        return Ok(path.to_owned());
+    }
+    let checkpoints = Checkpoints::new(RunDir::new(path).checkpoints());
+    let best =
+        checkpoints.newest_state().and_then(|state| state.best).map(|(_, step)| checkpoints.path(step));
+    let found = best.filter(|folder| folder.exists()).or_else(|| Some(checkpoints.newest().found?.1));
+    found.ok_or_else(|| match path.exists() {
+        true => "is neither a run with a checkpoint nor a checkpoint or an export".into(),
+        false => "does not exist".into(),
+    })
+}
+
+fn check_data(its: &Preprocessing, dataset: &dyn Dataset) -> Result<(), String> {
+    let (there, here) = (&its.features, dataset.features());
+    let suits = match (&there.input, &here.input) {
+        // Its context may be longer or shorter: building it checks that.
+        (InputSpec::Tokens { vocab: there, .. }, InputSpec::Tokens { vocab: here, .. }) => there == here,
+        (there, here) => there == here,
+    };
+    if !suits {
+        let (there, here) = (describe_input(&there.input), describe_input(&here.input));
+        return Err(format!("takes {there}, and the data has {here}"));
+    }
+    let (there, here) = (teacher_features(there).target, teacher_features(here).target);
+    if there != here {
+        let describe = |target: &crate::base::features::TargetSpec| match target.names() {
+            [] => crate::models::describe_target(target),
+            names => format!("{}: {}", crate::models::describe_target(target), shown(names)),
+        };
+        return Err(format!("has {}, and the data has {}", describe(&there), describe(&here)));
+    }
+    if its.table.as_ref() != dataset.table_schema() {
+        return Err(
+            "reads the columns of the table in another way: other columns, means or categories".into()
+        );
+    }
+    Ok(())
+}
+
+/// The first names of a list.
+fn shown(names: &[String]) -> String {
+    const SHOWN: usize = 5;
+    let first = names.iter().take(SHOWN).map(String::as_str).collect::<Vec<_>>().join(", ");
+    if names.len() > SHOWN { format!("{first}, ...") } else { first }
+}
+
+fn describe_input(input: &InputSpec) -> String {
+    match input {
+        InputSpec::Floats { shape } => format!("samples of shape {shape:?}"),
+        InputSpec::Tabular { num_numeric, cardinalities } => {
+            format!("rows of {num_numeric} numbers and {} categories", cardinalities.len())
+        }
+        InputSpec::Tokens { vocab, .. } => format!("a vocabulary of {vocab} tokens"),
+    }
+}
+
+fn check_normalization(its: &Job, job: &Job) -> Result<(), String> {
+    let (there, here) = (job_values(&its.to_json()), job_values(&job.to_json()));
+    let differs = NORMALIZATION.iter().find(|key| there.get(**key) != here.get(**key));
+    match differs {
+        None => Ok(()),
+        Some(key) => {
+            let value = |values: Option<&String>| values.cloned().unwrap_or_else(|| "absent".into());
+            let (there, here) = (value(there.get(*key)), value(here.get(*key)));
+            Err(format!("was trained with `{key}` {there}, and this job has {here}"))
+        }
+    }
+}
+
+fn check_tokenizer(folder: &Path, dataset: &dyn Dataset) -> Result<(), String> {
+    let Some(here) = dataset.tokenizer_json() else { return Ok(()) };
+    match regular_file::read(&folder.join(checkpoint::TOKENIZER), MAX_JSON_BYTES) {
+        Ok(there) if there == here => Ok(()),
+        Ok(_) => Err("has another tokenizer than the data".into()),
+        Err(error) => Err(format!("has no tokenizer that can be read: {error}")),
+    }
+}

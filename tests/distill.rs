@@ -1,0 +1,150 @@
+//! Distillation through the binary: teachers of other kinds, resumes, the plan, and teachers that are refused.
+
+use std::fs;
+use std::path::Path;
+
+use crate::harness::{FinalState, command, events, finish, job_folder, losses, read_json, trainer};
+
+fn job(model: &str, train: &str, distill: &str) -> String {
+    let distill = if distill.is_empty() { String::new() } else { format!("[distill]\n{distill}\n") };
+    format!(
+        "seed = 3\n[model]\n{model}\n[data]\nkind = \"shapes\"\ntrain_samples = 256\nvalid_samples = 64\nimage_size = 16\n\
+         [train]\nbatch_size = 16\nsteps = 12\n{train}\n{distill}[checkpoint]\nevery_steps = 4\nkeep = 9\n\
+         [log]\nevery_steps = 1\ntensorboard = false\n"
+    )
+}
+
+const CNN: &str = "kind = \"cnn\"\nstages = [{ channels = 16, norm = \"batch\" }, { channels = 32 }]\nhidden = [64]\nnorm_group = 8";
+const MLP: &str = "kind = \"mlp\"\nhidden = [24]";
+
+/// A folder with a trained teacher in `teacher` and a student that learns from it in `job.toml`.
+fn student(teacher: &str, model: &str, train: &str, distill: &str) -> tempfile::TempDir {
+    let folder = job_folder(job(teacher, "", ""));
+    trainer(folder.path(), &["fit", "job.toml", "--run-dir", "teacher", "-q"]).expect(0);
+    fs::write(
+        folder.path().join("job.toml"),
+        job(model, train, &format!("teacher = \"teacher\"\n{distill}")),
+    )
+    .unwrap();
+    folder
+}
+
+fn fit(at: &Path, run: &str, more: &[&str]) -> Vec<f64> {
+    trainer(at, &[&["fit", "job.toml", "--run-dir", run, "-q"], more].concat()).expect(0);
+    losses(&events(&at.join(run)))
+}
+
+/// Killed, resumed and in other micro-batches, a student of another kind than its teacher learns the same; the measured
+/// memory stays within the plan, which has the teacher.
+#[test]
+fn disturbances_change_nothing() {
+    for (model, train) in [(MLP, ""), (CNN, "precision = \"bf16\"\nema = 0.9")] {
+        let folder = student(CNN, model, train, "");
+        let at = folder.path();
+        let whole = fit(at, "run", &[]);
+        let undisturbed = FinalState::of(&at.join("run"));
+        let mut killed = command(at, &["fit", "job.toml", "--run-dir", "killed", "-q"]);
+        finish(killed.env("TRAINER_FAULT_CRASH", "kill:6")).expect(0);
+        undisturbed.assert_same(&FinalState::of(&at.join("killed")));
+        fit(at, "resumed", &["--max-steps", "8"]);
+        fit(at, "resumed", &["--resume"]);
+        undisturbed.assert_same(&FinalState::of(&at.join("resumed")));
+        let split = fit(at, "split", &["--set", "train.batch_size=8", "--set", "train.accumulation_steps=2"]);
+        let bound = if train.is_empty() { 1e-3 } else { 5e-2 };
+        assert!(whole.iter().zip(&split).all(|(a, b)| (a - b).abs() < bound * a), "{whole:?} {split:?}");
+        let summary = read_json(&at.join("run/summary.json"));
+        let bytes = |key: &str| summary[key]["ram"].as_u64().unwrap();
+        assert!(bytes("measured_peak_bytes") <= bytes("planned_peak_bytes"), "{summary}");
+        let plan = trainer(at, &["plan", "job.toml", "--json", "--ram", "1GiB"]).expect(0).json();
+        let parts = plan["parts"].as_array().unwrap();
+        let teacher = parts.iter().find(|part| part["name"] == "teacher").unwrap();
+        assert!(teacher["bytes"].as_u64().unwrap() > 2 * 64 * 512, "{teacher}");
+    }
+}
+
+/// Without weight the teacher changes no bit; with all of it the loss is another.
+#[test]
+fn a_teacher_without_weight_changes_nothing() {
+    let folder = student(CNN, MLP, "", "weight = 0.0");
+    let at = folder.path();
+    let without = fit(at, "without", &[]);
+    assert_ne!(without, fit(at, "with", &["--set", "distill.weight=1.0"]));
+    fs::write(at.join("job.toml"), job(MLP, "", "")).unwrap();
+    assert_eq!(without, fit(at, "alone", &[]));
+}
+
+/// A student of the same kind that learns from its teacher alone comes to agree with it: the divergence falls.
+#[test]
+fn a_student_learns_from_its_teacher_alone() {
+    let folder = student(CNN, CNN, "", "weight = 1.0\ntemperature = 2.0");
+    let losses = fit(
+        folder.path(),
+        "run",
+        &["--set", "train.steps=60", "--set", "seed=9", "--set", "optimizer.lr=0.003"],
+    );
+    let mean = |losses: &[f64]| losses.iter().sum::<f64>() / losses.len() as f64;
+    let (first, last) = (mean(&losses[..5]), mean(&losses[55..]));
+    assert!(first > 0.0 && last < 0.5 * first, "{first} and {last}");
+}
+
+/// An export is a teacher too, and a language model of another kind and size with the same tokens.
+#[test]
+fn exports_and_language_models_teach() {
+    let folder = student(MLP, MLP, "", "");
+    let at = folder.path();
+    trainer(at, &["export", "teacher", "--format", "safetensors", "-o", "out", "-q"]).expect(0);
+    let from_run = fit(at, "run", &[]);
+    assert_eq!(fit(at, "export", &["--set", "distill.teacher=out"]), from_run);
+    let text = |model: &str, rest: &str| {
+        format!(
+            "[model]\n{model}\nlayers = 1\nheads = 2\nwidth = 16\ncontext = 16\n[data]\nkind = \"text-synthetic\"\n\
+             [train]\nbatch_size = 4\nsteps = 4\n[log]\ntensorboard = false\nevery_steps = 1\n{rest}"
+        )
+    };
+    fs::write(at.join("job.toml"), text("kind = \"gpt\"", "")).unwrap();
+    let alone = fit(at, "gpt", &[]);
+    fs::write(at.join("job.toml"), text("kind = \"llama\"", "[distill]\nteacher = \"gpt\"\n")).unwrap();
+    let taught = fit(at, "llama", &[]);
+    assert!(taught.iter().all(|loss| loss.is_finite()) && taught != alone);
+}
+
+/// What does not fit the data is refused before anything is trained, and a teacher that changed when a run is resumed.
+#[test]
+fn other_teachers_are_refused() {
+    let folder = student(CNN, MLP, "", "");
+    let at = folder.path();
+    let refused = |more: &[&str]| {
+        let text = trainer(at, &[&["check", "job.toml"], more].concat()).expect(2).stderr;
+        assert!(text.contains("`distill.teacher` is"), "{text}");
+        text
+    };
+    let text = refused(&["--set", "data.image_size=20"]);
+    assert!(
+        text.contains("takes samples of shape [16, 16, 1], and the data has samples of shape [20, 20, 1]"),
+        "{text}"
+    );
+    let rows = |classes: &[&str]| {
+        let row = |i: usize| format!("{},{},{}\n", i % 7, i % 5, classes[i % classes.len()]);
+        format!("a,b,y\n{}", (0..60).map(row).collect::<String>())
+    };
+    fs::write(at.join("two.csv"), rows(&["no", "yes"])).unwrap();
+    fs::write(at.join("three.csv"), rows(&["no", "yes", "perhaps"])).unwrap();
+    let table = "[model]\nkind = \"mlp\"\n[data]\nkind = \"csv\"\ntrain = \"three.csv\"\ntarget = \"y\"\n[train]\nsteps = 2\nbatch_size = 8\n\
+                 [log]\ntensorboard = false\n";
+    fs::write(at.join("table.toml"), table).unwrap();
+    trainer(at, &["fit", "table.toml", "--run-dir", "three", "-q"]).expect(0);
+    fs::write(at.join("table.toml"), format!("{table}[distill]\nteacher = \"three\"\n")).unwrap();
+    trainer(at, &["check", "table.toml", "-q"]).expect(0);
+    let text = trainer(at, &["check", "table.toml", "--set", "data.train=two.csv"]).expect(2).stderr;
+    assert!(text.contains("has 3 classes: ") && text.contains("and the data has 2 classes: "), "{text}");
+    // Trained on, the teacher has other weights.
+    fit(at, "run", &["--max-steps", "4"]);
+    fs::write(at.join("teacher.toml"), job(CNN, "", "")).unwrap();
+    trainer(
+        at,
+        &["fit", "teacher.toml", "--run-dir", "teacher", "--resume", "-q", "--set", "train.steps=40"],
+    )
+    .expect(0);
+    let text = trainer(at, &["fit", "job.toml", "--run-dir", "run", "--resume", "-q"]).expect(2).stderr;
+    assert!(text.contains("`distill.teacher`"), "{text}");
+}
