@@ -1,5 +1,5 @@
-//! Other tools on what we write, where a Python with them is installed: ONNX Runtime and LiteRT on exported models, and
-//! scikit-learn's metrics. `TRAINER_PYTHON` names another Python than `python3`. The larger tools (transformers,
+//! Other tools on what we write, where a Python with them is installed: ONNX Runtime and LiteRT on exported models,
+//! and scikit-learn's metrics. `TRAINER_PYTHON` names another Python than `python3`. The larger tools (transformers,
 //! torchvision, llama.cpp) are compared by `scripts/export-interop.py`.
 
 use std::fs;

@@ -46,13 +46,21 @@ pub struct ExportArgs {
     #[command(flatten)]
     pub model: ModelArgs,
     /// What to write
-    #[arg(long, value_name = "FORMAT", value_parser = words::<ExportFormat>(ExportFormat::ALL.map(ExportFormat::name)))]
+    #[arg(
+        long,
+        value_name = "FORMAT",
+        value_parser = words::<ExportFormat>(ExportFormat::ALL.map(ExportFormat::name))
+    )]
     pub format: ExportFormat,
     /// The folder to create
     #[arg(short, long, value_name = "DIR", value_hint = clap::ValueHint::DirPath)]
     pub output: PathBuf,
     /// Type of the weights [default: f16 for gguf, f32 for the others]
-    #[arg(long, value_name = "TYPE", value_parser = words::<WeightDtype>(WeightDtype::ALL.map(WeightDtype::name)))]
+    #[arg(
+        long,
+        value_name = "TYPE",
+        value_parser = words::<WeightDtype>(WeightDtype::ALL.map(WeightDtype::name))
+    )]
     pub dtype: Option<WeightDtype>,
     /// Quantize: int8 for onnx and tflite, weights and activations; the others for gguf, weights
     #[arg(long, value_name = "TYPE", value_parser = quantized_types())]
@@ -61,7 +69,11 @@ pub struct ExportArgs {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     pub calibrate: Option<u64>,
     /// How int8 chooses the range of an activation [default: mse]
-    #[arg(long, value_name = "METHOD", value_parser = words::<ClipMethod>(ClipMethod::ALL.map(ClipMethod::name)))]
+    #[arg(
+        long,
+        value_name = "METHOD",
+        value_parser = words::<ClipMethod>(ClipMethod::ALL.map(ClipMethod::name))
+    )]
     pub clip: Option<ClipMethod>,
     /// Replace a folder that is not empty
     #[arg(long)]

@@ -1,9 +1,10 @@
 //! Exports a trained model to the files of other tools.
 //!
 //! `hf` is a folder that transformers or torchvision opens, `safetensors` the weights beside a description, `gguf` a
-//! file for llama.cpp, `onnx` a graph for ONNX Runtime, `tflite` one for LiteRT. Takes an [`ExportSource`], writes one tensor at a time into a
-//! temporary folder and renames it when it is complete. [`read_back`] decodes what was written to the parameters it
-//! stands for, so that the caller can evaluate it. Refuses a kind of model that a format has no form for.
+//! file for llama.cpp, `onnx` a graph for ONNX Runtime, `tflite` one for LiteRT. Takes an [`ExportSource`], writes one
+//! tensor at a time into a temporary folder and renames it when it is complete. [`read_back`] decodes what was written
+//! to the parameters it stands for, so that the caller can evaluate it. Refuses a kind of model that a format has no
+//! form for.
 
 mod comparison;
 mod description;
@@ -346,9 +347,9 @@ fn mappings(
     })
 }
 
-/// Decodes an export to f32 and writes it to `path` as safetensors under the names and shapes of the parameters, as in a
-/// checkpoint: loading that file evaluates what was exported. One tensor is in memory at a time.
-/// Returns what happens to the activations of that model.
+/// Decodes an export to f32 and writes it to `path` as safetensors under the names and shapes of the parameters, as in
+/// a checkpoint: loading that file evaluates what was exported. One tensor is in memory at a time. Returns what
+/// happens to the activations of that model.
 pub fn read_back(
     source: &ExportSource,
     options: &ExportOptions,

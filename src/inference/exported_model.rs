@@ -1,9 +1,9 @@
-//! Opens a folder that `trainer export` wrote, in any format, as a trained model; or a language model that transformers
-//! saved.
+//! Opens a folder that `trainer export` wrote, in any format, as a trained model; or a language model that
+//! transformers saved.
 //!
-//! `model.json` has the job of an export and `preprocessing.json` what a checkpoint keeps. Weights that the file has under
-//! the names here are used as they are; those of a `vit` for transformers, of a GGUF, an ONNX and a TFLite file are decoded
-//! to a temporary file first.
+//! `model.json` has the job of an export and `preprocessing.json` what a checkpoint keeps. Weights that the file has
+//! under the names here are used as they are; those of a `vit` for transformers, of a GGUF, an ONNX and a TFLite file
+//! are decoded to a temporary file first.
 
 mod published;
 
@@ -100,8 +100,8 @@ fn exported(folder: &Path, sets: &[String]) -> Result<TrainedModel, Failure> {
     Ok(model)
 }
 
-/// Decodes the weights to a temporary file that lives as long as the model, and takes the ranges of its activations from
-/// an 8-bit export.
+/// Decodes the weights to a temporary file that lives as long as the model, and takes the ranges of its activations
+/// from an 8-bit export.
 fn convert(
     model: &mut TrainedModel,
     format: ExportFormat,

@@ -1,7 +1,8 @@
-//! Integers in place of floats: 8-bit activations with a scale and a zero point each, 8-bit weights with a scale per output.
+//! Integers in place of floats: 8-bit activations with a scale and a zero point each, 8-bit weights with a scale per
+//! output.
 //!
-//! [`points`] says where a network is quantized, [`calibration`] finds the ranges of its activations, and a model whose
-//! [`ActivationPoints`] are `Quantize` computes in floats what a runtime computes in integers.
+//! [`points`] says where a network is quantized, [`calibration`] finds the ranges of its activations, and a model
+//! whose [`ActivationPoints`] are `Quantize` computes in floats what a runtime computes in integers.
 
 pub mod calibration;
 mod histogram;

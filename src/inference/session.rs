@@ -1,7 +1,7 @@
 //! A trained model in memory: planned first, then loaded, then computing micro-batches.
 //!
-//! Holds the weights in the compute dtype and nothing of training: no master weights, gradients or optimizer state. The
-//! plan is a dry run of the same walk; the largest micro-batch that fits is chosen.
+//! Holds the weights in the compute dtype and nothing of training: no master weights, gradients or optimizer state.
+//! The plan is a dry run of the same walk; the largest micro-batch that fits is chosen.
 
 use std::sync::Arc;
 
@@ -125,7 +125,8 @@ impl Unloaded {
         Ok(Self { network, buckets, layout, dtype, backend })
     }
 
-    /// A network whose activations are observed or quantized: in f32, and not fused, since points stand between its layers.
+    /// A network whose activations are observed or quantized: in f32, and not fused, since points stand between its
+    /// layers.
     fn with_points(model: &TrainedModel, features: &Features, backend: Backend) -> Result<Self, Failure> {
         let BuiltModel { mut network, layout } = models::build(&model.job.model, features)?;
         points::insert(&mut network, &features.input_shape(), &model.points).map_err(|point| {

@@ -1,8 +1,8 @@
 //! The network as mobile runtimes compute it: operators in order, with batch norm folded into the layer before it.
 //!
-//! A folded weight is `W g / sqrt(v + eps)` and its bias `b + (c - m) g / sqrt(v + eps)`, for a norm with the weight g, the
-//! bias b and the statistics m and v over a layer with the bias c. What is read back of it are parameters that compute
-//! the same: those, with statistics that change nothing.
+//! A folded weight is `W g / sqrt(v + eps)` and its bias `b + (c - m) g / sqrt(v + eps)`, for a norm with the weight
+//! g, the bias b and the statistics m and v over a layer with the bias c. What is read back of it are parameters that
+//! compute the same: those, with statistics that change nothing.
 
 use std::any::Any;
 use std::collections::BTreeMap;
@@ -236,7 +236,8 @@ impl<'a> FoldedNetwork<'a> {
         )
     }
 
-    /// Adds a layer, with `norm`, which follows it, if that folds into it: then the second of what is returned is true.
+    /// Adds a layer, with `norm`, which follows it, if that folds into it: then the second of what is returned is
+    /// true.
     fn layer(
         &mut self,
         layer: &dyn Layer,

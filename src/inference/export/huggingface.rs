@@ -24,7 +24,8 @@ pub(super) fn mappings(model: &ModelConfig, layout: &ParamLayout) -> Vec<TensorM
     }
 }
 
-/// transformers has one layer each for queries, keys and values; torchvision, whose names a `vit` has here, packs them.
+/// transformers has one layer each for queries, keys and values; torchvision, whose names a `vit` has here, packs
+/// them.
 fn vit_tensors(spec: &TensorSpec) -> Vec<TensorMapping> {
     let name = spec.name.as_str();
     let one = |target: String| vec![TensorMapping::new(target, spec, Transform::Copy)];

@@ -174,8 +174,8 @@ fn a_tensor_beyond_the_budget_is_named() {
     assert!(!options.folder.exists());
 }
 
-/// Writes every case in every format, with what is read back, inputs and logits beside them, if `TRAINER_EXPORT_DIR` is
-/// set.
+/// Writes every case in every format, with what is read back, inputs and logits beside them, if `TRAINER_EXPORT_DIR`
+/// is set.
 #[test]
 fn writes_what_other_tools_compare() {
     let Some(root) = std::env::var_os("TRAINER_EXPORT_DIR") else { return };

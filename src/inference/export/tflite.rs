@@ -1,7 +1,8 @@
-//! TFLite files, for LiteRT on phones and small boards: in floats or 8-bit integers, a dynamic batch, batch norm folded.
+//! TFLite files, for LiteRT on phones and small boards: in floats or 8-bit integers, a dynamic batch, batch norm
+//! folded.
 //!
-//! Takes the operators of a [`FoldedNetwork`](super::folded::FoldedNetwork). The format has the whole file in memory while
-//! it is written, and no more than 2 GB of it.
+//! Takes the operators of a [`FoldedNetwork`](super::folded::FoldedNetwork). The format has the whole file in memory
+//! while it is written, and no more than 2 GB of it.
 
 mod operators;
 mod reader;

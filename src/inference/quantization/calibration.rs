@@ -10,8 +10,8 @@ use crate::inference::trained_model::TrainedModel;
 use crate::models;
 use crate::train::Failure;
 
-/// The quantization of every point of `model`, from `samples` drawn of `dataset`. `progress` is called with the samples
-/// done.
+/// The quantization of every point of `model`, from `samples` drawn of `dataset`. `progress` is called with the
+/// samples done.
 pub fn calibrate(
     model: &mut TrainedModel,
     dataset: &Arc<dyn Dataset>,

@@ -31,8 +31,8 @@ const TAIL: f64 = 1e-4;
 /// The ranges that `Mse` tries are these fractions of the whole, for both ends and then for each.
 const FRACTIONS: u32 = 100;
 
-/// Counts of values between `-bound` and `bound`, a power of two that doubles when a value is larger: the counts do not
-/// depend on the order of the values.
+/// Counts of values between `-bound` and `bound`, a power of two that doubles when a value is larger: the counts do
+/// not depend on the order of the values.
 #[derive(Clone, Debug)]
 pub(super) struct Histogram {
     bound: f32,

@@ -134,8 +134,8 @@ struct PointInsertion<'a> {
     missing: Option<String>,
 }
 
-/// Inserts the points of `network`, whose samples have this shape. Returns their names; that of the logits, for which the
-/// network has no layer, is the last. `Err` is a point without a quantization.
+/// Inserts the points of `network`, whose samples have this shape. Returns their names; that of the logits, for which
+/// the network has no layer, is the last. `Err` is a point without a quantization.
 pub fn insert(
     network: &mut Network,
     input: &[usize],

@@ -1,5 +1,5 @@
-//! The GGUF container, version 3: metadata and a table of tensors, then the tensors, aligned. candle's writer takes all
-//! tensors at once; this one takes them one by one.
+//! The GGUF container, version 3: metadata and a table of tensors, then the tensors, aligned. candle's writer takes
+//! all tensors at once; this one takes them one by one.
 
 use candle_core::quantized::GgmlDType;
 

@@ -81,8 +81,8 @@ fn length_prefix(field: u64, length: u64) -> Vec<u8> {
     prefix
 }
 
-/// Writes `model.onnx`, with its weights in `model.onnx.data` if they take more than `inline_limit` bytes. `encode` gives the
-/// bytes of a weight, by its index.
+/// Writes `model.onnx`, with its weights in `model.onnx.data` if they take more than `inline_limit` bytes. `encode`
+/// gives the bytes of a weight, by its index.
 pub(super) fn write(
     head: ModelHead,
     weights: &[Initializer],

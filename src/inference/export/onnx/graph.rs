@@ -161,8 +161,8 @@ impl GraphBuilder {
         self.node_with_outputs("Split", &[x, &sizes], widths.len(), vec![Attribute::int("axis", -1)])
     }
 
-    /// As instance norm over groups, then the weights per channel: opset 17 has no group norm. `shape` is that of a sample,
-    /// with its channels last; `x` has them second.
+    /// As instance norm over groups, then the weights per channel: opset 17 has no group norm. `shape` is that of a
+    /// sample, with its channels last; `x` has them second.
     pub(super) fn group_norm(
         &mut self,
         x: &str,
@@ -219,8 +219,8 @@ impl GraphBuilder {
         self.concat(&parts, 1)
     }
 
-    /// `x` as 8-bit integers and back: what a runtime takes as a sign to compute in integers. The scale and the zero point
-    /// have the name of the point.
+    /// `x` as 8-bit integers and back: what a runtime takes as a sign to compute in integers. The scale and the zero
+    /// point have the name of the point.
     pub(super) fn quantized(&mut self, point: &str, quantization: AffineQuantization, x: &str) -> String {
         let mut scalar = |name: String, data_type: i32, bytes: Vec<u8>| {
             let raw_data = Some(bytes);

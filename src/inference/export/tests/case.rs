@@ -287,8 +287,8 @@ impl Case {
         }
     }
 
-    /// The ids that follow `prompt` at temperature 0, without the id `never`; and, for each, how much better it was than
-    /// the second best, relative to the largest logit.
+    /// The ids that follow `prompt` at temperature 0, without the id `never`; and, for each, how much better it was
+    /// than the second best, relative to the largest logit.
     pub(super) fn greedy(
         &self,
         weights: &Path,

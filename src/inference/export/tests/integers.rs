@@ -60,8 +60,8 @@ pub(super) fn write(case: &mut Case) -> Option<(Tensor, f32)> {
     Some(quantized_logits(case, &options[0]))
 }
 
-/// Steps of the logits that a runtime may be away: it rounds in integers what is rounded in floats here, so that a value
-/// between two steps may go to the other one, and with it what follows.
+/// Steps of the logits that a runtime may be away: it rounds in integers what is rounded in floats here, so that a
+/// value between two steps may go to the other one, and with it what follows.
 const GOLDEN_STEPS: f32 = 10.0;
 
 /// Compares what a runtime computed from an export in integers with what is computed from it here.

@@ -1,7 +1,7 @@
 //! The operators of a TFLite graph. Images are (batch, height, width, channels), as they are here.
 //!
-//! A value that is quantized is stored as 8-bit integers. Convolutions, linear layers, pooling, sums and what only moves
-//! values take and give integers; the others compute in floats, between a DEQUANTIZE and a QUANTIZE.
+//! A value that is quantized is stored as 8-bit integers. Convolutions, linear layers, pooling, sums and what only
+//! moves values take and give integers; the others compute in floats, between a DEQUANTIZE and a QUANTIZE.
 
 use super::super::error::ExportError;
 use super::super::folded::{FoldedNetwork, FoldedWeights, Op, Operator, Value};
@@ -89,8 +89,8 @@ fn fused(clamp: ClampActivation) -> Field {
     })
 }
 
-/// Where a window of `extent` pixels, moved by `stride` over `size` pixels with `padding` on each side, is the runtime's
-/// SAME.
+/// Where a window of `extent` pixels, moved by `stride` over `size` pixels with `padding` on each side, is the
+/// runtime's SAME.
 fn is_same(size: usize, extent: usize, stride: usize, padding: usize) -> bool {
     let total = ((size.div_ceil(stride) - 1) * stride + extent).saturating_sub(size);
     total == 2 * padding
