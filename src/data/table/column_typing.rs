@@ -166,6 +166,20 @@ impl<'a> ColumnTyping<'a> {
                  `categorical` or `ignore`",
             ));
         }
+        if let Some((what, place)) = inferred.quantities() {
+            return Err(self.wrong(
+                i,
+                format!("its values look like {what}, as `{}` in line {}", place.value, place.line),
+                "write each as a number, or as several columns, or add the column to `categorical` or `ignore`",
+            ));
+        }
+        if inferred.has_year_last_dates() && inferred.date_column(self.settings.dates).is_none() {
+            return Err(self.wrong(
+                i,
+                "its numbers of eight digits look like dates, day, month and year without separators".into(),
+                "write them as year-month-day, or add the column to `numeric`, `categorical` or `ignore`",
+            ));
+        }
         let is_skipped = self.settings.skip_bad && inferred.is_mostly_numbers();
         let (what, place) = if inferred.has_stray_text() && !is_skipped {
             (

@@ -133,28 +133,27 @@ fn parse_year(text: &str) -> Option<i16> {
     })
 }
 
-const MONTHS: [&str; 12] =
-    ["jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec"];
-const LONG_MONTHS: [&str; 12] = [
-    "january",
-    "february",
-    "march",
-    "april",
-    "may",
-    "june",
-    "july",
-    "august",
-    "september",
-    "october",
-    "november",
-    "december",
+/// Names of each month: English, German, French, Spanish, Italian, Portuguese and Dutch.
+const NAMED_MONTHS: [&str; 12] = [
+    "jan january januar janvier enero gennaio janeiro januari",
+    "feb february februar février febrero febbraio fevereiro februari",
+    "mar march märz mars marzo março maart",
+    "apr april avril abril aprile",
+    "may mai mayo maggio maio mei",
+    "jun june juni juin junio giugno junho",
+    "jul july juli juillet julio luglio julho",
+    "aug august août agosto augustus",
+    "sep sept september septembre septiembre settembre setembro",
+    "oct october oktober octobre octubre ottobre outubro",
+    "nov november novembre noviembre novembro",
+    "dec december dezember décembre diciembre dicembre dezembro",
 ];
 
-/// The number of a month, from 1, by its English name.
+/// The number of a month, from 1, by its name.
 fn month_number(name: &str) -> Option<i8> {
-    let lower = name.to_ascii_lowercase();
-    let at = MONTHS.iter().zip(&LONG_MONTHS).position(|(short, long)| lower == *short || lower == *long);
-    at.map(|at| at as i8 + 1).or((lower == "sept").then_some(9))
+    let lower = name.to_lowercase();
+    let is_named = |names: &&str| names.split(' ').any(|name| name == lower);
+    NAMED_MONTHS.iter().position(|names| is_named(&names)).map(|at| at as i8 + 1)
 }
 
 /// The run of characters of one kind at the start of a text, after separators, and the rest.
@@ -164,18 +163,27 @@ fn word(text: &str, is_part: fn(&char) -> bool) -> (&str, &str) {
 }
 
 fn letters(text: &str) -> (&str, &str) {
-    word(text, char::is_ascii_alphabetic)
+    word(text, |c| c.is_alphabetic())
 }
 
 fn digits(text: &str) -> (&str, &str) {
     word(text, char::is_ascii_digit)
 }
 
+/// The name of a month after what stands between it and the day: `2nd of January`, `2 de enero`.
+fn after_filler<'a>(first: (&'a str, &'a str)) -> (&'a str, &'a str) {
+    let mut found = first;
+    while ["st", "nd", "rd", "th", "of", "de"].contains(&found.0) {
+        found = letters(found.1);
+    }
+    found
+}
+
 /// `text` without the English name of a day in front.
 fn after_weekday(text: &str) -> &str {
     const DAYS: [&str; 7] = ["mon", "tue", "wed", "thu", "fri", "sat", "sun"];
     let (first, rest) = letters(text);
-    let is_day = first.len() >= 3 && DAYS.contains(&first[..3].to_ascii_lowercase().as_str());
+    let is_day = first.get(..3).is_some_and(|start| DAYS.contains(&start.to_ascii_lowercase().as_str()));
     if is_day && month_number(first).is_none() { rest } else { text }
 }
 
@@ -189,8 +197,8 @@ fn parse_named_date(text: &str) -> Option<(Date, &str)> {
     let (day, month, year, rest) = match letters(text) {
         ("", _) => {
             let (first, rest) = digits(text);
-            let (name, rest) = letters(rest);
-            let (last, rest) = digits(rest);
+            let (name, rest) = after_filler(letters(rest));
+            let (last, rest) = digits(rest.trim_start().strip_prefix("de ").unwrap_or(rest));
             match first.len() {
                 4 if last.is_empty() => ("1", name, first, rest),
                 4 => (last, name, first, rest),
@@ -200,6 +208,8 @@ fn parse_named_date(text: &str) -> Option<(Date, &str)> {
         (name, rest) => match digits(rest) {
             (year, rest) if year.len() == 4 => ("1", name, year, rest),
             (day, rest) => {
+                let rest =
+                    ["st", "nd", "rd", "th"].iter().find_map(|end| rest.strip_prefix(end)).unwrap_or(rest);
                 let (year, rest) = digits(rest);
                 (day, name, year, rest)
             }
@@ -265,6 +275,18 @@ fn parse_period(text: &str) -> Option<Date> {
     Date::new(year(of.trim_matches([' ', '-']))?, 3 * quarter - 2, 1).ok()
 }
 
+/// `text` without the name of a zone at its end: `UTC`, `CET`, `Europe/Berlin`, `[Europe/Berlin]`.
+fn without_zone(text: &str) -> &str {
+    let Some((time, zone)) = text.rsplit_once([' ', '[']) else {
+        return ["UTC", "GMT"].iter().find_map(|zone| text.strip_suffix(zone)).unwrap_or(text).trim_end();
+    };
+    let zone = zone.trim_end_matches(']');
+    let is_short = (3..=5).contains(&zone.len()) && zone.bytes().all(|byte| byte.is_ascii_uppercase());
+    let is_long =
+        zone.contains('/') && zone.bytes().all(|byte| byte.is_ascii_alphabetic() || b"/_-".contains(&byte));
+    if is_short || is_long { time.trim_end_matches([' ', '[']) } else { text }
+}
+
 /// Hours from a time such as `13:45`, `13:45:10.5`, `1:45 PM` or `13:45:10Z`.
 fn parse_time(text: &str) -> Option<f64> {
     let text = text.trim();
@@ -273,7 +295,7 @@ fn parse_time(text: &str) -> Option<f64> {
         Some((at, _)) if text[at..].eq_ignore_ascii_case("pm") => (text[..at].trim_end(), Some(true)),
         _ => (text, None),
     };
-    let text = ["UTC", "GMT"].iter().find_map(|zone| text.strip_suffix(zone)).unwrap_or(text).trim_end();
+    let text = without_zone(text);
     let time = match text.find(['Z', 'z', '+', '-']) {
         Some(at) if afternoon.is_none() && is_offset(&text[at..]) => text[..at].trim_end(),
         Some(_) => return None,
@@ -292,8 +314,9 @@ fn parse_time(text: &str) -> Option<f64> {
     let (hour, minute) = (digits(hour)??, digits(minute)??);
     let second = match second {
         None => 0.0,
-        Some(second) if second.bytes().all(|byte| byte.is_ascii_digit() || byte == b'.') => {
-            second.parse::<f64>().ok()?
+        // Python's `logging` writes a comma.
+        Some(second) if second.bytes().all(|byte| byte.is_ascii_digit() || b".,".contains(&byte)) => {
+            second.replacen(',', ".", 1).parse::<f64>().ok()?
         }
         Some(_) => return None,
     };
@@ -361,6 +384,15 @@ mod tests {
             "2021-03-04 00:00 UTC",
             "20210304",
             "2021-Mar-04",
+            "4th of March 2021",
+            "March 4th, 2021",
+            "4. März 2021",
+            "4 mars 2021",
+            "4 de marzo de 2021",
+            "2021-03-04 00:00:00 CET",
+            "2021-03-04 00:00:00 Europe/Berlin",
+            "2021-03-04T00:00:00+01:00[Europe/Berlin]",
+            "2021-03-04 00:00:00,000",
             "2021年03月04日",
             "2021年3月4日 00:00",
             "2021년 3월 4일",
@@ -371,12 +403,14 @@ mod tests {
         ] {
             assert_eq!(parts(text, day).unwrap(), [2021.0, 3.0, 4.0, 3.0, 0.0], "{text}");
         }
-        for text in ["2021-03", "Mar 2021", "March-2021", "2021 Mar", "2021年3月", "2021-W09-1"] {
+        for text in ["2021-03", "Mar 2021", "March-2021", "märz 2021", "2021 Mar", "2021年3月", "2021-W09-1"]
+        {
             assert_eq!(parts(text, day).unwrap()[..3], [2021.0, 3.0, 1.0], "{text}");
         }
         for text in ["2021Q3", "2021-Q3", "Q3 2021", "2021 q3", "Q3-2021"] {
             assert_eq!(parts(text, day).unwrap()[..3], [2021.0, 7.0, 1.0], "{text}");
         }
+        assert_eq!(parts("août 2021", day).unwrap()[..3], [2021.0, 8.0, 1.0]);
         assert_eq!(parts("2021-W05", day).unwrap()[..3], [2021.0, 2.0, 1.0]);
         assert_eq!(parts("Sat Jan  2 14:30:00 2021", day).unwrap(), [2021.0, 1.0, 2.0, 5.0, 14.5]);
         assert_eq!(parts("4/3/69", day).unwrap()[0], 1969.0);

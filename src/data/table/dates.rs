@@ -35,6 +35,16 @@ pub fn compact_date(number: f64) -> Option<Date> {
     Date::new((number / 10_000) as i16, (number / 100 % 100) as i8, (number % 100) as i8).ok()
 }
 
+/// Whether a number such as `2012021` is a date with the year at the end, in either order of day and month.
+pub fn is_year_last_date(number: f64) -> bool {
+    if number.fract() != 0.0 || !(1_011_900.0..=31_312_100.0).contains(&number) {
+        return false;
+    }
+    let (date, year) = (number as i32 / 10_000, (number as i32 % 10_000) as i16);
+    let is_date = |month, day| Date::new(year, month as i8, day as i8).is_ok();
+    (1900..=2100).contains(&year) && (is_date(date % 100, date / 100) || is_date(date / 100, date % 100))
+}
+
 /// The part of a number such as `20210102`.
 pub fn compact_part(number: f64, part: DatePart) -> Option<f64> {
     DateTime { date: Some(compact_date(number)?), hour: None }.part(part)

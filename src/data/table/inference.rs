@@ -8,6 +8,7 @@ use super::dates::{self, DateColumn, DateEvidence, StampKind};
 use super::decimal::parse_decimal;
 use super::index_evidence::IndexEvidence;
 use super::notation::{DecimalMark, NotationEvidence, NotationProblem, parse_plain};
+use super::quantity_forms::FormEvidence;
 use super::units::{MANY_NUMBERS, UnitEvidence};
 use super::{CellPlace, CellValue, hash};
 use crate::data::labels::{self, LabelLists};
@@ -23,6 +24,7 @@ const MOST: f64 = 0.5;
 const FEW_TEXTS: u32 = 3;
 /// Dates of eight digits from which on they are not a coincidence.
 const MIN_COMPACT_DATES: usize = 3;
+const MIN_YEAR_LAST_DATES: usize = 5;
 /// Texts that stand for no value, in lower case. Those of the key `missing` are no texts here.
 const NO_VALUE: [&str; 20] = [
     "unknown",
@@ -79,6 +81,9 @@ pub struct ColumnInference {
     compact_dates: usize,
     /// Boxed: most of very many columns have none of these.
     units: Option<Box<UnitEvidence>>,
+    forms: Option<Box<FormEvidence>>,
+    /// Numbers of eight digits that end with a year, after a day and a month.
+    year_last_dates: usize,
     /// Some text stands for no value.
     has_no_value: bool,
     /// Bits of hashes of texts that are no dates.
@@ -214,6 +219,7 @@ impl ColumnInference {
         let was_open = self.notation.conflict().is_none() && !self.notation.is_ambiguous();
         if let Some(number) = plain {
             self.compact_dates += usize::from(text.len() == 8 && dates::compact_date(number).is_some());
+            self.year_last_dates += usize::from(text.len() == 8 && dates::is_year_last_date(number));
             self.notation.observe_plain(text);
         } else if !self.notation.observe(text) {
             self.has_text = true;
@@ -228,6 +234,7 @@ impl ColumnInference {
             }
             let place_of = || CellPlace { line, value: super::display_value(text) };
             UnitEvidence::observe(&mut self.units, text, place_of);
+            FormEvidence::observe(&mut self.forms, text, place_of);
             self.has_no_value |= is_no_value(text);
             if self.first_text.is_none() {
                 self.first_text = place();
@@ -318,6 +325,16 @@ impl ColumnInference {
             || self.number_hashes.count_ones() >= MIN_NUMBERS;
         let numbers = units.with_unit + units.bounds + self.numbers;
         units.first_bound.as_ref().filter(|_| many && self.is_nearly_all(numbers))
+    }
+
+    /// What nearly all texts are that stand for quantities, and the first of them.
+    pub fn quantities(&self) -> Option<(&'static str, &CellPlace)> {
+        self.forms.as_ref()?.found(NEARLY_ALL * self.values as f64)
+    }
+
+    /// Whether all numbers are dates of eight digits with the year at the end.
+    pub fn has_year_last_dates(&self) -> bool {
+        self.year_last_dates == self.values && self.values >= MIN_YEAR_LAST_DATES
     }
 
     fn is_nearly_all(&self, count: usize) -> bool {

@@ -36,6 +36,7 @@ mod parquet_pages;
 mod parquet_partitions;
 mod parquet_values;
 mod parquet_zones;
+mod quantity_forms;
 mod row_index;
 mod rows;
 mod schema;

@@ -261,3 +261,29 @@ fn currencies_of_a_validation_file_are_read() {
     let (_, valid_set) = fixture.open(&train, &valid, format, &target(&["y"])).unwrap();
     assert_eq!(all(&valid_set), [(vec![8.5], vec![1.0]), (vec![9.0], vec![0.0])]);
 }
+
+#[test]
+fn durations_lists_and_fractions_are_refused() {
+    for (value, what) in [
+        (&(|i| format!("{i}:15:00")) as &dyn Fn(usize) -> String, "durations, as `0:15:00` in line 2"),
+        (&|i| format!("{}h{}m", i % 3, i % 2), "durations, as `0h0m`"),
+        (&|i| format!("\"[{i}, {}]\"", i % 2), "lists, as `[0, 0]`"),
+        (&|i| format!("{}/80", 100 + i), "fractions, as `100/80`"),
+    ] {
+        let error = refused((0..60).map(value));
+        assert!(error.contains(what), "{error}");
+    }
+    // Times of day are read, and a few fractions are names of sizes.
+    assert_eq!(
+        opened(&table((0..60).map(|i| format!("{}:15:00", i % 24)))).unwrap().input_names(),
+        ["x.hour"]
+    );
+    let sizes = (0..60).map(|i| ["1/2", "3/4"][i % 2].into());
+    assert_eq!(opened(&table(sizes)).unwrap().features().input_len(), 2);
+}
+
+#[test]
+fn dates_of_eight_digits_that_end_with_the_year_are_refused() {
+    let error = refused((0..60).map(|i| format!("{:02}{:02}2021", i % 28 + 1, i % 12 + 1)));
+    assert!(error.contains("its numbers of eight digits look like dates"), "{error}");
+}
