@@ -62,10 +62,17 @@ pub fn metrics(runs: &[RunHistory]) -> Vec<Chart> {
     std::iter::once(first).chain(others).filter(|chart| !chart.series.is_empty()).collect()
 }
 
+/// The name of a metric as a title: `Balanced accuracy`, `ROC AUC`.
 fn heading(name: &str) -> String {
-    let text = name.replace('_', " ");
-    let mut chars = text.chars();
-    chars.next().map_or_else(String::new, |first| first.to_uppercase().chain(chars).collect())
+    let title = |(at, word): (usize, &str)| {
+        let mut chars = word.chars();
+        match (word, chars.next()) {
+            ("rmse" | "mae" | "roc" | "auc", _) => word.to_uppercase(),
+            (_, Some(first)) if at == 0 => first.to_uppercase().chain(chars).collect(),
+            _ => word.to_owned(),
+        }
+    };
+    name.split('_').enumerate().map(title).collect::<Vec<_>>().join(" ")
 }
 
 /// How training went: learning rate, gradients, speed.
@@ -187,4 +194,15 @@ fn staircase(history: &RunHistory, of: &dyn Fn(&PlannedPeak) -> u64) -> Vec<Poin
         points.push(Point { value: last.value, ..end });
     }
     points
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn metrics_have_titles() {
+        let titles = ["accuracy", "balanced_accuracy", "f1_macro", "rmse", "roc_auc", ""].map(heading);
+        assert_eq!(titles, ["Accuracy", "Balanced accuracy", "F1 macro", "RMSE", "ROC AUC", ""]);
+    }
 }
