@@ -7,6 +7,7 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use candle_core::{DType, Tensor};
+use half::{bf16, f16};
 use safetensors::tensor::{self, Dtype, serialize_to_file};
 
 use super::Failure;
@@ -73,8 +74,7 @@ impl tensor::View for &NamedTensor<'_> {
                 Cow::Owned(host::to_vec::<u8>(tensor).unwrap_or_default())
             }
             TensorData::Copied(tensor) => {
-                let values = tensor.to_dtype(DType::F32).and_then(|tensor| host::to_vec::<f32>(&tensor));
-                let values = values.unwrap_or_default();
+                let values = to_f32(tensor).unwrap_or_default();
                 self.check_finite(&values);
                 Cow::Owned(to_file_order(&values, self.shape, self.memory_format).into_owned())
             }
@@ -102,6 +102,15 @@ impl<'a> NamedTensor<'a> {
         if values.chunks(4096).any(|part| part.iter().fold(false, |found, v| found | !v.is_finite())) {
             self.finite.store(false, Ordering::Relaxed);
         }
+    }
+}
+
+/// Values on the host. 16-bit types are converted there: a GPU may have no room for the converted tensor.
+fn to_f32(tensor: &Tensor) -> candle_core::Result<Vec<f32>> {
+    match tensor.dtype() {
+        DType::BF16 => Ok(host::to_vec::<bf16>(tensor)?.into_iter().map(bf16::to_f32).collect()),
+        DType::F16 => Ok(host::to_vec::<f16>(tensor)?.into_iter().map(f16::to_f32).collect()),
+        _ => host::to_vec(&tensor.to_dtype(DType::F32)?),
     }
 }
 
