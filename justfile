@@ -131,7 +131,7 @@ bench-cpu *ARGS:
 [group('measure')]
 bench-csv *ARGS:
     cargo build --release --example rows
-    python3 bench/csv.py {{ ARGS }}
+    python3 bench/tables.py {{ ARGS }}
 
 # exchange checkpoints with transformers and torchvision in both directions (needs both, torch and safetensors)
 [group('prove')]

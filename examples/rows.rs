@@ -2,7 +2,7 @@
 //!
 //! Opens the file without standardising and with an empty cache, and reads all rows in batches of 256 on rayon's
 //! threads; with `first`, only the first batch. Prints JSON: rows, seconds from the start of the process to the first
-//! batch and to the last, and the sum of all inputs. `bench/csv.py` compares it with pandas.
+//! batch and to the last, and the sum of all inputs. `bench/tables.py` compares it with pandas.
 
 use std::time::Instant;
 

@@ -1,6 +1,6 @@
 """Compares reading a large csv file with pandas, alternating, in one session on one machine.
 
-    python bench/csv.py --rows target/release/examples/rows [--mb 1024] [--rounds 3]
+    python bench/tables.py --rows target/release/examples/rows [--mb 1024] [--rounds 3]
 
 Needs numpy and pandas (`pip install numpy pandas`) and the example that reads a table as training does
 (`cargo build --release --example rows`). The script writes a temporary file of eleven numeric columns: a hundred
