@@ -19,9 +19,6 @@ import sys
 import tempfile
 import time
 
-# pandas imports `csv`, which must not be `bench/tables.py`.
-sys.path = [path for path in sys.path if pathlib.Path(path).resolve() != pathlib.Path(__file__).resolve().parent]
-
 NUMBERS, TRAINED_ROWS = 8, 20_000
 CATEGORIES = {"color": ["red", "green", "blue", "black"], "place": ["north", "south", "east", "west", "center"]}
 JOB = """
