@@ -84,6 +84,8 @@ impl Dialect {
     /// Whether the line is blank or a comment.
     pub fn skips_line(self, line: &[u8]) -> bool {
         match line.first() {
+            // What follows the last line feed.
+            None => true,
             Some(first) if self.comment == Some(*first) => true,
             _ => !self.blank_rows && self.delimiter.is_blank_line(line),
         }
@@ -408,6 +410,8 @@ mod tests {
                 && COMMA.is_blank_line(b"")
         );
         assert!(!COMMA.is_blank_line(b",\n") && !FieldDelimiter::Byte(b'\t').is_blank_line(b"\t\n"));
+        let of_one_column = Dialect { blank_rows: true, ..Dialect::default() };
+        assert!(!of_one_column.skips_line(b"\r\n") && of_one_column.skips_line(b""));
     }
 
     proptest! {

@@ -82,7 +82,9 @@ impl DialectSettings {
             return Err(DataError::Table {
                 file: file.to_owned(),
                 place: String::new(),
-                problem: "its lines end with a carriage return alone, as those of old Macs did".into(),
+                problem:
+                    "its lines, or many of them, end with a carriage return alone, as those of old Macs did"
+                        .into(),
                 hint: "save it as \"CSV UTF-8\", or convert it: tr '\\r' '\\n' < old.csv > new.csv",
             });
         }
@@ -300,8 +302,8 @@ fn after_lines(text: &[u8], count: u64) -> &[u8] {
     rest
 }
 
-/// Whether lines end with a carriage return alone, as those of old Macs did, outside of quotes; a line feed may
-/// have been added at the end of the file.
+/// Whether lines end with a carriage return alone, as those of old Macs did, outside of quotes; others may end with a
+/// line feed, where files were joined.
 fn ends_lines_with_returns(text: &[u8]) -> bool {
     let (mut returns, mut line_feeds, mut quoted) = (0, 0, false);
     for (i, byte) in text.iter().enumerate() {
@@ -312,7 +314,7 @@ fn ends_lines_with_returns(text: &[u8]) -> bool {
             _ => {}
         }
     }
-    returns > line_feeds
+    returns > 1 && 2 * returns > line_feeds
 }
 
 /// Whether a blank line stands between others.
