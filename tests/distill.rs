@@ -48,7 +48,8 @@ fn disturbances_change_nothing() {
         undisturbed.assert_same(&FinalState::of(&at.join("killed")));
         fit(at, "resumed", &["--max-steps", "8"]);
         fit(at, "resumed", &["--resume"]);
-        undisturbed.assert_same(&FinalState::of(&at.join("resumed")));
+        // The end of a part is evaluated too, and may be the best.
+        assert!(undisturbed.tensors == FinalState::of(&at.join("resumed")).tensors);
         let split = fit(at, "split", &["--set", "train.batch_size=8", "--set", "train.accumulation_steps=2"]);
         let bound = if train.is_empty() { 1e-3 } else { 5e-2 };
         assert!(whole.iter().zip(&split).all(|(a, b)| (a - b).abs() < bound * a), "{whole:?} {split:?}");
@@ -128,6 +129,7 @@ fn other_teachers_are_refused() {
         assert!(text.contains("`distill.teacher` is"), "{text}");
         text
     };
+    assert!(refused(&["--set", "distill.teacher=nothing"]).contains("which does not exist"));
     let text = refused(&["--set", "data.image_size=20"]);
     assert!(
         text.contains("takes samples of shape [16, 16, 1], and the data has samples of shape [20, 20, 1]"),

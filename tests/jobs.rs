@@ -152,7 +152,6 @@ fn pruning_that_cannot_be() {
 
 #[test]
 fn teachers_that_cannot_be() {
-    check("distill_missing", &format!("{GOOD}[distill]\nteacher = \"nothing\"\n"));
     check("distill_range", &format!("{GOOD}[distill]\ntemperature = 0\nweight = 1.5\n"));
 }
 
