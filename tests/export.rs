@@ -121,7 +121,7 @@ fn a_classifier_is_exported_in_integers() {
     assert!(file("again") == file("tflite-int8"));
     export(&["--format", "onnx", "--quantize", "int8", "--clip", "percentile", "-o", "percentile"]).expect(0);
     let text = export(&["--format", "onnx", "--clip", "mse", "-o", "x"]).expect(2).stderr;
-    assert!(text.contains("`--clip` belongs to `--quantize int8`"), "{text}");
+    assert!(text.contains("`--clip` is for activations, which are not quantized here"), "{text}");
     let text = export(&["--format", "tflite", "--quantize", "q8_0", "-o", "x"]).expect(2).stderr;
     assert!(
         text.contains("`--quantize q8_0` has no form in `tflite`") && text.contains("it has int8"),

@@ -62,7 +62,7 @@ pub struct ExportArgs {
         value_parser = words::<WeightDtype>(WeightDtype::ALL.map(WeightDtype::name))
     )]
     pub dtype: Option<WeightDtype>,
-    /// Quantize: int8 for onnx and tflite, weights and activations; the others for gguf, weights
+    /// Quantize: int8 for onnx and tflite, int4 for onnx, the others for gguf
     #[arg(long, value_name = "TYPE", value_parser = quantized_types())]
     pub quantize: Option<QuantizedType>,
     /// Samples of the training set that int8 takes the ranges of activations from [default: 512]
@@ -143,14 +143,15 @@ impl ExportArgs {
         session: &mut SessionOptions,
         common: &CommonArgs,
     ) -> anyhow::Result<Option<ActivationQuantization>> {
-        if self.quantize != Some(QuantizedType::Int8) {
+        let kind = model.job.model.kind();
+        if !self.quantize.is_some_and(|quantized| quantized.quantizes_activations(kind)) {
             let named = [("--calibrate", self.calibrate.is_some()), ("--clip", self.clip.is_some())];
             return match named.into_iter().find(|(_, given)| *given) {
                 None => Ok(None),
                 Some((option, _)) => Err(CliError {
                     exit: Exit::Usage,
-                    message: format!("`{option}` belongs to `--quantize int8`"),
-                    hint: Some("other types need no samples".into()),
+                    message: format!("`{option}` is for activations, which are not quantized here"),
+                    hint: Some("`--quantize int8` quantizes those of mlp, cnn, resnet and mobilenet".into()),
                 }
                 .into()),
             };

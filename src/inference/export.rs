@@ -135,7 +135,7 @@ impl<'a> ExportSource<'a> {
     /// As it is exported: with a point wherever its activations are quantized.
     fn build_for(&self, options: &ExportOptions) -> Result<BuiltModel, ExportError> {
         let mut built = self.build()?;
-        if options.is_int8() {
+        if options.quantizes_activations(self.model.kind()) {
             let points = ActivationPoints::Quantize(Arc::new(self.activations.cloned().unwrap_or_default()));
             points::insert(&mut built.network, &self.features.input_shape(), &points)
                 .map_err(|point| ExportError::Uncalibrated { point })?;
@@ -315,7 +315,7 @@ fn write_safetensors(
     folder: &ExportFolder,
     progress: &mut dyn ExportProgress,
 ) -> Result<(), ExportError> {
-    let (mappings, dtype) = (mappings(source, built, options.format)?, options.dtype());
+    let (mappings, dtype) = (mappings(source, built, options)?, options.dtype());
     let bytes = |mapping: &TensorMapping| (mapping.len() * dtype.bytes()) as u64;
     progress.started(mappings.iter().map(bytes).sum());
     let headers: Vec<TensorHeader> = mappings
@@ -335,13 +335,13 @@ fn write_safetensors(
 fn mappings(
     source: &ExportSource,
     built: &BuiltModel,
-    format: ExportFormat,
+    options: &ExportOptions,
 ) -> Result<Vec<TensorMapping>, ExportError> {
-    Ok(match format {
+    Ok(match options.format {
         ExportFormat::Safetensors => all_specs(&built.layout).map(TensorMapping::copy).collect(),
         ExportFormat::Hf => huggingface::mappings(source.model, &built.layout),
         ExportFormat::Gguf => gguf::mappings(source.model, &built.layout),
-        ExportFormat::Onnx => onnx::mappings(source, built)?,
+        ExportFormat::Onnx => onnx::mappings(source, built, options)?,
         // Its weights are folded: see `read_back_folded`.
         ExportFormat::Tflite => Vec::new(),
     })
@@ -356,9 +356,10 @@ pub fn read_back(
     path: &Path,
 ) -> Result<ActivationPoints, ExportError> {
     let mut built = source.build()?;
-    if options.format == ExportFormat::Tflite || options.is_int8() {
+    let quantizes = options.quantizes_activations(source.model.kind());
+    if options.format == ExportFormat::Tflite || quantizes {
         read_back_folded(source, &built, options, path)?;
-        if !options.is_int8() {
+        if !quantizes {
             return Ok(ActivationPoints::None);
         }
         let mut exported = ExportedTensors::open(options)?;
@@ -367,7 +368,7 @@ pub fn read_back(
         let all: ActivationQuantization = names.into_iter().map(read).collect::<Result<_, _>>()?;
         return Ok(ActivationPoints::Quantize(Arc::new(all)));
     }
-    let mappings = mappings(source, &built, options.format)?;
+    let mappings = mappings(source, &built, options)?;
     let params: Vec<&[TensorMapping]> = by_param(&mappings).collect();
     let headers: Vec<TensorHeader> = params
         .iter()

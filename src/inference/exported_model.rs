@@ -93,8 +93,7 @@ fn exported(folder: &Path, sets: &[String]) -> Result<TrainedModel, Failure> {
     };
     let has_other_names = matches!((format, &model.job.model), (ExportFormat::Hf, ModelConfig::Vit(_)));
     if has_other_names || matches!(format, ExportFormat::Gguf | ExportFormat::Onnx | ExportFormat::Tflite) {
-        let int8 = QuantizedType::Int8;
-        let quantize = description["quantize"].as_str().filter(|name| *name == int8.name()).map(|_| int8);
+        let quantize = description["quantize"].as_str().and_then(|name| name.parse().ok());
         convert(&mut model, format, quantize)?;
     }
     Ok(model)

@@ -4,6 +4,7 @@
 //! [`points`] says where a network is quantized, [`calibration`] finds the ranges of its activations, and a model
 //! whose [`ActivationPoints`] are `Quantize` computes in floats what a runtime computes in integers.
 
+pub mod blocks;
 pub mod calibration;
 mod histogram;
 pub mod points;

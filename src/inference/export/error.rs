@@ -105,9 +105,11 @@ impl ExportError {
                 };
                 Some(format!("{own}; `{}` works with {}", quantized.name(), formats.join(" and ")))
             }
-            Self::QuantizationKind { kind, .. } => Some(match ExportFormat::Gguf.supports(kind) {
-                true => "`--format gguf --quantize q8_0` has 8-bit weights".into(),
-                false => format!("it works for {}; `--dtype f16` halves this model", INT8_KINDS.join(", ")),
+            Self::QuantizationKind { kind, .. } => Some(match INT8_KINDS.contains(kind) {
+                true => "`--quantize int8` has a form for it".into(),
+                false => {
+                    format!("`int8` works for {}; `--dtype f16` halves this model", INT8_KINDS.join(", "))
+                }
             }),
             Self::UnsupportedLayer { .. } | Self::TooLarge { .. } => {
                 Some("`--format onnx` has a form for every model".into())

@@ -1,4 +1,5 @@
-//! ONNX graphs, for ONNX Runtime and others: opset 17, a dynamic batch, and a dynamic sequence for language models.
+//! ONNX graphs, for ONNX Runtime and others: opset 17, or 21 for matrices in blocks, with a dynamic batch, and a
+//! dynamic sequence for language models.
 //!
 //! The graph is generated from the layers of the network that training builds, so that every kind of model has one.
 //! Weights may be stored in f16 or bf16; the graph converts them and computes in f32. Images are (batch, channels,
@@ -6,6 +7,7 @@
 //! input becomes the graph's input.
 
 mod attention;
+mod blocks;
 mod file;
 mod graph;
 mod layers;
@@ -16,6 +18,7 @@ use serde_json::{Value, json};
 
 pub(super) use self::file::Reader;
 
+use self::blocks::BlockTensor;
 use self::file::{Initializer, ModelHead};
 use self::graph::GraphBuilder;
 use self::layers::NetworkExport;
@@ -24,15 +27,12 @@ use self::quantized::QuantizedGraph;
 use super::error::ExportError;
 use super::folded::FoldedNetwork;
 use super::folder::ExportFolder;
-use super::weights::{TensorMapping, WeightDtype, WeightFiles};
+use super::weights::{TensorMapping, WeightFiles};
 use super::{ExportOptions, ExportProgress, ExportSource, description};
 use crate::base::features::{InputSpec, TargetSpec};
+use crate::inference::quantization::blocks::BLOCK;
 use crate::job::ModelConfig;
 use crate::models::BuiltModel;
-
-const OPSET: i64 = 17;
-/// The version of the file format that came with the opset.
-const IR_VERSION: i64 = 8;
 
 /// Names of the graph's inputs and outputs.
 const TOKENS: &str = "input_ids";
@@ -54,14 +54,24 @@ pub(super) fn write(
     progress: &mut dyn ExportProgress,
 ) -> Result<Vec<String>, ExportError> {
     let files = WeightFiles::open(source.weights, source.statistics)?;
-    let dtype = options.dtype();
+    let (dtype, kind) = (options.dtype(), source.model.kind());
     let limit = file::MAX_MESSAGE_BYTES;
     let float = |mapping: &TensorMapping| {
         Initializer::new(mapping.target.clone(), &mapping.shape, file::element_type(dtype))
     };
     let encode = |mapping: &TensorMapping| dtype.encode(&mapping.param, &mapping.read(&files)?);
-    if !options.is_int8() {
-        let (graph, logits) = float_graph(source, built, dtype)?;
+    if let Some(bits) = options.block_bits(kind) {
+        let (graph, logits) = float_graph(source, built, options)?;
+        let (head, weights) = head(source, graph, &logits);
+        let tensors: Vec<BlockTensor> =
+            weights.iter().flat_map(|weight| BlockTensor::of(weight, bits)).collect();
+        let initializers: Vec<Initializer> = tensors.iter().map(BlockTensor::initializer).collect();
+        let mut encode = |at: usize| tensors[at].encode(&files);
+        file::write(head, &initializers, &mut encode, limit, folder, progress)?;
+        return Ok(vec![format!("matrices are quantized in blocks of {BLOCK}; the graph computes in f32")]);
+    }
+    if !options.quantizes_activations(kind) {
+        let (graph, logits) = float_graph(source, built, options)?;
         let (head, weights) = head(source, graph, &logits);
         let initializers: Vec<Initializer> = weights.iter().map(float).collect();
         let mut encode = |at: usize| encode(&weights[at]);
@@ -69,7 +79,7 @@ pub(super) fn write(
         return Ok(Vec::new());
     }
     let network = FoldedNetwork::new(source, &built.layout, &built.network)?;
-    let quantized = QuantizedGraph::new(&network, GraphBuilder::new(dtype), input_name(source))?;
+    let quantized = QuantizedGraph::new(&network, GraphBuilder::new(dtype, None), input_name(source))?;
     let (head, weights) = head(source, quantized.graph, &quantized.output);
     let mut initializers: Vec<Initializer> = weights.iter().map(float).collect();
     initializers.extend(quantized.initializers);
@@ -82,19 +92,23 @@ pub(super) fn write(
 }
 
 /// The weights in the order of the file.
-pub(super) fn mappings(source: &ExportSource, built: &BuiltModel) -> Result<Vec<TensorMapping>, ExportError> {
-    Ok(float_graph(source, built, WeightDtype::F32)?.0.weights)
+pub(super) fn mappings(
+    source: &ExportSource,
+    built: &BuiltModel,
+    options: &ExportOptions,
+) -> Result<Vec<TensorMapping>, ExportError> {
+    Ok(float_graph(source, built, options)?.0.weights)
 }
 
 /// The graph of all layers, and the name of its output.
 fn float_graph(
     source: &ExportSource,
     built: &BuiltModel,
-    dtype: WeightDtype,
+    options: &ExportOptions,
 ) -> Result<(GraphBuilder, String), ExportError> {
     let inputs = inputs(source);
     let mut export = NetworkExport::new(
-        GraphBuilder::new(dtype),
+        GraphBuilder::new(options.dtype(), options.block_bits(source.model.kind())),
         &built.layout,
         source.model,
         source.features,
@@ -120,12 +134,13 @@ fn head(source: &ExportSource, mut graph: GraphBuilder, logits: &str) -> (ModelH
         .into_iter()
         .map(|(key, value)| Entry { key: key.into(), value: text(value) })
         .collect();
+    let (opset, ir_version) = graph.opset();
     let model = Model {
-        ir_version: IR_VERSION,
+        ir_version,
         producer_name: "trainer".into(),
         producer_version: env!("CARGO_PKG_VERSION").into(),
         graph: None,
-        opset_import: vec![OperatorSet { domain: String::new(), version: OPSET }],
+        opset_import: vec![OperatorSet { domain: String::new(), version: opset }],
         metadata_props: metadata,
     };
     let (nodes, constants, weights) = (graph.nodes, graph.constants, graph.weights);
@@ -240,7 +255,7 @@ pub(super) struct ParsedGraph {
 #[cfg(test)]
 pub(super) fn parse(file: &[u8]) -> ParsedGraph {
     let model = <Model as prost::Message>::decode(file).unwrap();
-    assert_eq!((model.ir_version, model.opset_import[0].version), (IR_VERSION, OPSET));
+    assert!(matches!((model.opset_import[0].version, model.ir_version), (17, 8) | (21, 10)));
     assert!(model.metadata_props.iter().any(|entry| entry.key == "preprocessing"));
     let graph = model.graph.unwrap();
     let names = |infos: Vec<ValueInfo>| infos.into_iter().map(|info| info.name).collect();

@@ -7,6 +7,7 @@ use super::error::ExportError;
 use super::gguf::Quantization;
 use super::weights::WeightDtype;
 use crate::inference::quantization::ClipMethod;
+use crate::inference::quantization::blocks::BlockBits;
 
 /// The files to export to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -102,20 +103,24 @@ impl FromStr for ClipMethod {
 /// What a model is quantized to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum QuantizedType {
-    /// 8-bit weights with a scale per output, and activations whose ranges are calibrated.
+    /// 8-bit weights with a scale per output, and activations whose ranges are calibrated; for models of attention
+    /// 8-bit matrices in blocks, and activations in floats.
     Int8,
+    /// 4-bit matrices in blocks, and activations in floats.
+    Int4,
     /// The blocks of a GGUF file.
     Gguf(Quantization),
 }
 
 impl QuantizedType {
     pub fn all() -> Vec<Self> {
-        [Self::Int8].into_iter().chain(Quantization::ALL.map(Self::Gguf)).collect()
+        [Self::Int8, Self::Int4].into_iter().chain(Quantization::ALL.map(Self::Gguf)).collect()
     }
 
     pub fn name(self) -> &'static str {
         match self {
             Self::Int8 => "int8",
+            Self::Int4 => "int4",
             Self::Gguf(quantization) => quantization.name(),
         }
     }
@@ -124,16 +129,23 @@ impl QuantizedType {
     pub fn formats(self) -> &'static [ExportFormat] {
         match self {
             Self::Int8 => &[ExportFormat::Onnx, ExportFormat::Tflite],
+            Self::Int4 => &[ExportFormat::Onnx],
             Self::Gguf(_) => &[ExportFormat::Gguf],
         }
     }
 
-    /// The kinds of models that have a form of it in its formats.
+    /// Whether models of this kind have a form of it in its formats.
     pub fn supports(self, kind: &str) -> bool {
         match self {
-            Self::Int8 => INT8_KINDS.contains(&kind),
+            Self::Int8 => INT8_KINDS.contains(&kind) || BLOCK_KINDS.contains(&kind),
+            Self::Int4 => BLOCK_KINDS.contains(&kind),
             Self::Gguf(_) => true,
         }
+    }
+
+    /// Whether the activations of a model of this kind are quantized too.
+    pub fn quantizes_activations(self, kind: &str) -> bool {
+        self == Self::Int8 && INT8_KINDS.contains(&kind)
     }
 
     /// Those of a format.
@@ -144,6 +156,9 @@ impl QuantizedType {
 
 /// Models whose layers have a form in 8-bit integers.
 pub(super) const INT8_KINDS: [&str; 4] = ["mlp", "cnn", "resnet", "mobilenet"];
+
+/// Models whose matrices are quantized in blocks.
+const BLOCK_KINDS: [&str; 4] = ["gpt", "llama", "bert", "vit"];
 
 /// What to export to.
 #[derive(Clone, Debug)]
@@ -203,8 +218,17 @@ impl ExportOptions {
         }
     }
 
-    /// Whether activations are quantized too.
-    pub(super) fn is_int8(&self) -> bool {
-        self.quantize == Some(QuantizedType::Int8)
+    /// Whether the activations of a model of this kind are quantized.
+    pub(super) fn quantizes_activations(&self, kind: &str) -> bool {
+        self.quantize.is_some_and(|quantized| quantized.quantizes_activations(kind))
+    }
+
+    /// The bits of matrices in blocks, for a model of this kind.
+    pub(super) fn block_bits(&self, kind: &str) -> Option<BlockBits> {
+        match self.quantize {
+            Some(QuantizedType::Int8) if BLOCK_KINDS.contains(&kind) => Some(BlockBits::Eight),
+            Some(QuantizedType::Int4) => Some(BlockBits::Four),
+            _ => None,
+        }
     }
 }

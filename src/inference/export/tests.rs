@@ -123,7 +123,7 @@ fn pairs_without_a_form_are_refused_by_name() {
     let refused =
         error(&mlp, mlp.options(ExportFormat::Onnx, None, Some(QuantizedType::Gguf(Quantization::Q8_0))));
     assert_eq!(refused.to_string(), "`--quantize q8_0` has no form in `onnx`");
-    assert_eq!(refused.hint().unwrap(), "it has int8; `q8_0` works with `--format gguf`");
+    assert_eq!(refused.hint().unwrap(), "it has int8, int4; `q8_0` works with `--format gguf`");
     let gpt = case("gpt");
     let refused = error(&gpt, gpt.options(ExportFormat::Tflite, None, None));
     assert_eq!(refused.to_string(), "a `gpt` model has no `tflite` form");
@@ -140,9 +140,13 @@ fn pairs_without_a_form_are_refused_by_name() {
     assert!(
         refused.hint().unwrap().starts_with("`--dtype f16` or `--dtype bf16` halves its weights; `int8`")
     );
-    let refused = error(&gpt, gpt.options(ExportFormat::Onnx, None, Some(QuantizedType::Int8)));
-    assert_eq!(refused.to_string(), "`--quantize int8` has no form for a `gpt` model");
-    assert!(refused.hint().unwrap().contains("`--format gguf --quantize q8_0`"));
+    let layers = case("layers");
+    let refused = error(&layers, layers.options(ExportFormat::Onnx, None, Some(QuantizedType::Int8)));
+    assert_eq!(refused.to_string(), "`--quantize int8` has no form for a `layers` model");
+    assert!(refused.hint().unwrap().contains("mlp, cnn, resnet, mobilenet"));
+    let refused = error(&cnn, cnn.options(ExportFormat::Onnx, None, Some(QuantizedType::Int4)));
+    assert_eq!(refused.to_string(), "`--quantize int4` has no form for a `cnn` model");
+    assert_eq!(refused.hint().unwrap(), "`--quantize int8` has a form for it");
     let refused = error(
         &gpt,
         gpt.options(
@@ -157,7 +161,7 @@ fn pairs_without_a_form_are_refused_by_name() {
     assert!(matches!(error(&gpt, options), ExportError::FolderTaken(_)));
     assert_eq!(
         "q4_k_l".parse::<QuantizedType>().unwrap_err().to_string(),
-        "`q4_k_l` is none of int8, q4_0, q4_1, q5_0, q5_1, q8_0, q4_k, q5_k, q6_k, q4_k_m, q5_k_m"
+        "`q4_k_l` is none of int8, int4, q4_0, q4_1, q5_0, q5_1, q8_0, q4_k, q5_k, q6_k, q4_k_m, q5_k_m"
     );
 }
 
@@ -204,6 +208,7 @@ fn writes_what_other_tools_compare() {
             "input_shape": inputs.dims(), "input": list(&inputs), "lengths": lengths,
             "logits_shape": logits.dims(), "logits": list(&logits),
             "int8": quantized.map(|(logits, step)| json!({ "logits": list(&logits), "step": step })),
+            "blocks": integers::write_blocks(&case).map(|all| all.map(|logits| list(&logits))),
         });
         std::fs::write(case.folder.join("expected.json"), expected.to_string()).unwrap();
     }
@@ -252,8 +257,9 @@ fn other_tools_compute_what_we_compute() {
             .collect();
         let largest = logits.iter().fold(0f32, |most, v| most.max(v.abs()));
         for (form, golden) in formats {
-            if let Some(form) = form.strip_suffix("-int8") {
-                integers::check_golden(&mut case, form.parse().unwrap(), &golden.logits);
+            if let Some((format, bits)) = form.split_once("-int") {
+                let quantized = format!("int{bits}").parse().unwrap();
+                integers::check_golden(&mut case, format.parse().unwrap(), quantized, &golden.logits);
                 continue;
             }
             let (format, dtype) = match form.as_str() {

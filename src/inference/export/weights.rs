@@ -7,6 +7,7 @@ use std::path::Path;
 use half::{bf16, f16};
 
 use super::error::ExportError;
+use crate::inference::quantization::blocks::BlockLayout;
 use crate::params::{ParamLayout, TensorSpec};
 use crate::train::tensor_reader::{TensorReader, is_float};
 
@@ -141,6 +142,8 @@ pub(super) struct TensorMapping {
     pub param: String,
     pub param_shape: Vec<usize>,
     pub transform: Transform,
+    /// The dimension of the exported matrix that blocks of a quantization run along, if it has them.
+    pub block_axis: Option<usize>,
 }
 
 impl TensorMapping {
@@ -152,7 +155,7 @@ impl TensorMapping {
             _ => spec.shape.clone(),
         };
         let (param, param_shape) = (spec.name.clone(), spec.shape.clone());
-        Self { target: target.into(), shape, param, param_shape, transform }
+        Self { target: target.into(), shape, param, param_shape, transform, block_axis: None }
     }
 
     pub(super) fn copy(spec: &TensorSpec) -> Self {
@@ -161,6 +164,14 @@ impl TensorMapping {
 
     pub(super) fn len(&self) -> usize {
         self.shape.iter().product()
+    }
+
+    /// The blocks of its quantization, if it has them.
+    pub(super) fn blocks(&self) -> Option<BlockLayout> {
+        match (self.block_axis, self.shape.as_slice()) {
+            (Some(axis), &[rows, cols]) => Some(BlockLayout { rows, cols, axis }),
+            _ => None,
+        }
     }
 
     /// The values of the exported tensor.

@@ -17,11 +17,11 @@ use super::super::error::ExportError;
 use super::super::folder::ExportFolder;
 use super::super::weights::{TensorMapping, WeightDtype};
 use super::proto::{
-    self, BFLOAT16, EXTERNAL, Entry, FLOAT, FLOAT16, GRAPH_INITIALIZER, Graph, INT8, INT32, MODEL_GRAPH,
-    Model, TENSOR_DATA_TYPE, TENSOR_EXTERNAL_DATA, TENSOR_NAME, TENSOR_RAW_DATA,
+    self, BFLOAT16, EXTERNAL, Entry, FLOAT, FLOAT16, GRAPH_INITIALIZER, Graph, INT4, INT8, INT32,
+    MODEL_GRAPH, Model, TENSOR_DATA_TYPE, TENSOR_EXTERNAL_DATA, TENSOR_NAME, TENSOR_RAW_DATA,
 };
 use crate::base::regular_file;
-use crate::inference::quantization::AffineQuantization;
+use crate::inference::quantization::{AffineQuantization, blocks};
 
 pub(super) const MODEL: &str = "model.onnx";
 const EXTERNAL_DATA: &str = "model.onnx.data";
@@ -53,16 +53,19 @@ impl Initializer {
     }
 
     fn bytes(&self) -> u64 {
-        (self.shape.iter().product::<usize>() * element_bytes(self.data_type)) as u64
+        tensor_bytes(self.shape.iter().product(), self.data_type)
     }
 }
 
-fn element_bytes(data_type: i32) -> usize {
-    match data_type {
-        INT8 => 1,
-        FLOAT16 | BFLOAT16 => 2,
-        _ => 4,
-    }
+/// Bytes of `len` values.
+fn tensor_bytes(len: usize, data_type: i32) -> u64 {
+    let bytes = match data_type {
+        INT4 => len.div_ceil(2),
+        INT8 => len,
+        FLOAT16 | BFLOAT16 => 2 * len,
+        _ => 4 * len,
+    };
+    bytes as u64
 }
 
 pub(super) fn element_type(dtype: WeightDtype) -> i32 {
@@ -170,9 +173,13 @@ impl Reader {
         Ok(Self { folder: folder.to_owned(), initializers })
     }
 
-    /// The values of a weight, dequantized by the scale of their row.
+    /// The values of a weight, dequantized by the scale of their block or row.
     pub(in super::super) fn read(&mut self, mapping: &TensorMapping) -> Result<Vec<f32>, ExportError> {
         let mut values = self.values(&mapping.target, mapping.len())?;
+        if let Some(layout) = mapping.blocks() {
+            let scales = self.values(&scale_name(&mapping.target), layout.scale_shape().iter().product())?;
+            return Ok(blocks::dequantize(values, &scales, layout));
+        }
         if self.initializers.get(&mapping.target).is_some_and(|found| matches!(found.data_type, INT8 | INT32))
         {
             let rows = mapping.shape[0];
@@ -203,7 +210,7 @@ impl Reader {
         let Some(location) = self.initializers.get(name) else {
             return Err(ExportError::read_back(&model, format!("it has no `{name}`")));
         };
-        if location.length != (len * element_bytes(location.data_type)) as u64 {
+        if location.length != tensor_bytes(len, location.data_type) {
             let reason = format!("`{name}` has {} bytes", location.length);
             return Err(ExportError::read_back(&model, reason));
         }
@@ -216,6 +223,7 @@ impl Reader {
             })
             .map_err(ExportError::io("read", &path))?;
         Ok(match location.data_type {
+            INT4 => blocks::unpack(&bytes, len).into_iter().map(f32::from).collect(),
             INT8 => bytes.iter().map(|byte| f32::from(*byte as i8)).collect(),
             INT32 => bytes.as_chunks().0.iter().map(|bytes| i32::from_le_bytes(*bytes) as f32).collect(),
             FLOAT16 => WeightDtype::F16.decode(&bytes),

@@ -4,6 +4,7 @@ use super::super::weights::{TensorMapping, Transform, WeightDtype};
 use super::file::{scale_name, zero_point_name};
 use super::proto::{Attribute, FLOAT, INT8, INT64, Node, Tensor};
 use crate::inference::quantization::AffineQuantization;
+use crate::inference::quantization::blocks::{self, BlockBits};
 use crate::kernels::Activation;
 use crate::layers::group_norm;
 use crate::params::TensorSpec;
@@ -15,21 +16,29 @@ pub(super) struct GraphBuilder {
     /// Initializers that are read from the checkpoint.
     pub weights: Vec<TensorMapping>,
     dtype: WeightDtype,
+    /// Bits of matrices, if they are quantized in blocks.
+    blocks: Option<BlockBits>,
     layer: String,
     /// Nodes of the current layer so far.
     count: usize,
 }
 
 impl GraphBuilder {
-    pub(super) fn new(dtype: WeightDtype) -> Self {
+    pub(super) fn new(dtype: WeightDtype, blocks: Option<BlockBits>) -> Self {
         Self {
             nodes: Vec::new(),
             constants: Vec::new(),
             weights: Vec::new(),
             dtype,
+            blocks,
             layer: String::new(),
             count: 0,
         }
+    }
+
+    /// The version of the operators, and that of the file format that came with it. Blocks came with 21.
+    pub(super) fn opset(&self) -> (i64, i64) {
+        if self.blocks.is_some() { (21, 10) } else { (17, 8) }
     }
 
     /// The nodes that follow belong to this layer.
@@ -82,7 +91,9 @@ impl GraphBuilder {
         if !known {
             self.weights.push(TensorMapping::new(spec.name.clone(), spec, transform));
         }
-        if self.dtype == WeightDtype::F32 {
+        let in_blocks =
+            self.weights.iter().any(|known| known.target == spec.name && known.block_axis.is_some());
+        if self.dtype == WeightDtype::F32 && !in_blocks {
             return spec.name.clone();
         }
         let output = cast(&spec.name);
@@ -95,6 +106,28 @@ impl GraphBuilder {
                 attribute: vec![Attribute::int("to", FLOAT.into())],
             });
         }
+        output
+    }
+
+    /// A matrix, which may be quantized in blocks along dimension `axis` of what is exported.
+    pub(super) fn matrix(&mut self, spec: &TensorSpec, transform: Transform, axis: usize) -> String {
+        let known = self.weights.iter().any(|known| known.target == spec.name);
+        if self.blocks.is_none() || known {
+            return self.weight(spec, transform);
+        }
+        let mapping = TensorMapping::new(spec.name.clone(), spec, transform);
+        self.weights.push(TensorMapping { block_axis: Some(axis), ..mapping });
+        let output = format!("{}/f32", spec.name);
+        self.nodes.push(Node {
+            input: vec![spec.name.clone(), scale_name(&spec.name)],
+            output: vec![output.clone()],
+            name: output.clone(),
+            op_type: "DequantizeLinear".into(),
+            attribute: vec![
+                Attribute::int("axis", axis as i64),
+                Attribute::int("block_size", blocks::BLOCK as i64),
+            ],
+        });
         output
     }
 

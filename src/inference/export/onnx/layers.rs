@@ -245,7 +245,7 @@ impl<'a> NetworkExport<'a> {
         let bias = bias.map(|bias| self.graph.weight(bias, Transform::Copy));
         if !is_sequence {
             let transposed = matches!(layout, WeightLayout::OutIn) as i64;
-            let weight = self.graph.weight(weight, Transform::Copy);
+            let weight = self.graph.matrix(weight, Transform::Copy, transposed as usize);
             let inputs: Vec<&str> = [x.as_str(), &weight].into_iter().chain(bias.as_deref()).collect();
             return self.graph.node_with("Gemm", &inputs, vec![Attribute::int("transB", transposed)]);
         }
@@ -254,7 +254,7 @@ impl<'a> NetworkExport<'a> {
             WeightLayout::OutIn => Transform::Transpose,
             WeightLayout::InOut => Transform::Copy,
         };
-        let weight = self.graph.weight(weight, transform);
+        let weight = self.graph.matrix(weight, transform, 0);
         let y = self.graph.node("MatMul", &[&x, &weight]);
         match bias {
             Some(bias) => self.graph.node("Add", &[&y, &bias]),
@@ -309,7 +309,7 @@ impl<'a> NetworkExport<'a> {
 
     fn embedding(&mut self, embedding: &Embedding, tokens: &str) -> String {
         self.token_table = Some(embedding.token_weight());
-        let table = self.weight(embedding.token_weight(), Transform::Copy);
+        let table = self.graph.matrix(self.spec(embedding.token_weight()), Transform::Copy, 1);
         let mut y = self.graph.node("Gather", &[&table, tokens]);
         if let Some(positions) = embedding.position_table {
             let (table, length) = (self.weight(positions, Transform::Copy), self.graph.dim(tokens, 1));
@@ -333,8 +333,15 @@ impl<'a> NetworkExport<'a> {
             return self.graph.node_with("LayerNormalization", &[x, &weight, &bias], attributes);
         }
         let square = self.graph.node("Mul", &[x, x]);
-        let attributes = vec![Attribute::ints("axes", [-1]), Attribute::int("keepdims", 1)];
-        let mean = self.graph.node_with("ReduceMean", &[&square], attributes);
+        let keep = Attribute::int("keepdims", 1);
+        // The axes are an input from version 18 on.
+        let mean = match self.graph.opset() {
+            (18.., _) => {
+                let axes = self.graph.ints(&[-1]);
+                self.graph.node_with("ReduceMean", &[&square, &axes], vec![keep])
+            }
+            _ => self.graph.node_with("ReduceMean", &[&square], vec![Attribute::ints("axes", [-1]), keep]),
+        };
         let eps = self.graph.float(norm.eps as f32);
         let sum = self.graph.node("Add", &[&mean, &eps]);
         let root = self.graph.node("Sqrt", &[&sum]);

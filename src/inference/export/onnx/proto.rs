@@ -9,6 +9,7 @@ pub(super) const INT32: i32 = 6;
 pub(super) const INT64: i32 = 7;
 pub(super) const FLOAT16: i32 = 10;
 pub(super) const BFLOAT16: i32 = 16;
+pub(super) const INT4: i32 = 22;
 
 #[derive(Clone, PartialEq, Message)]
 pub(super) struct Model {

@@ -185,7 +185,10 @@ impl Case {
         let summary = export(&source, options, &mut NoExportProgress)?;
         let path = options.folder.with_added_extension("safetensors");
         let points = read_back(&source, options, &path)?;
-        assert_eq!(matches!(points, ActivationPoints::Quantize(_)), options.is_int8());
+        assert_eq!(
+            matches!(points, ActivationPoints::Quantize(_)),
+            options.quantizes_activations(self.model.kind())
+        );
         let tensors = candle_core::safetensors::load(&path, &Device::Cpu)?;
         let values = |tensor: Tensor| tensor.flatten_all().unwrap().to_vec1().unwrap();
         let tensors = tensors.into_iter().map(|(name, tensor)| (name, values(tensor))).collect();
