@@ -73,10 +73,11 @@ fn truth_value(text: &str) -> Option<Cow<'_, str>> {
     matches!(lower.as_str(), "true" | "false").then_some(lower.into())
 }
 
+/// The common spelling of a name, if it has one.
+type Spelling = fn(&str) -> Option<Cow<'_, str>>;
+
 /// What gives the common spelling of each of these names, if they have one.
-fn spelling<'a>(
-    mut names: impl Iterator<Item = &'a str> + Clone,
-) -> Option<fn(&str) -> Option<Cow<'_, str>>> {
+fn spelling<'a>(mut names: impl Iterator<Item = &'a str> + Clone) -> Option<Spelling> {
     if names.clone().all(|name| whole_number(name).is_some()) {
         return Some(whole_number);
     }

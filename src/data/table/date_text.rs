@@ -152,8 +152,7 @@ const NAMED_MONTHS: [&str; 12] = [
 /// The number of a month, from 1, by its name.
 fn month_number(name: &str) -> Option<i8> {
     let lower = name.to_lowercase();
-    let is_named = |names: &&str| names.split(' ').any(|name| name == lower);
-    NAMED_MONTHS.iter().position(|names| is_named(&names)).map(|at| at as i8 + 1)
+    NAMED_MONTHS.iter().position(|names| names.split(' ').any(|name| name == lower)).map(|at| at as i8 + 1)
 }
 
 /// The run of characters of one kind at the start of a text, after separators, and the rest.

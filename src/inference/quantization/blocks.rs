@@ -100,7 +100,7 @@ pub fn pack(integers: &[i8]) -> Vec<u8> {
 /// The first `len` integers of packed bytes.
 pub fn unpack(bytes: &[u8], len: usize) -> Vec<i8> {
     let integer = |at: usize| {
-        let shifted = if at % 2 == 0 { bytes[at / 2] << 4 } else { bytes[at / 2] };
+        let shifted = if at.is_multiple_of(2) { bytes[at / 2] << 4 } else { bytes[at / 2] };
         shifted as i8 >> 4
     };
     (0..len).map(integer).collect()

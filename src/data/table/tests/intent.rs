@@ -175,8 +175,9 @@ fn partitions_of_text_files_are_a_warning() {
 #[test]
 fn bounds_among_numbers_are_refused() {
     for (bound, shown) in [("<{}.5", "<0.5"), (">10", ">10"), ("<= {}", "<= 0")] {
-        let value =
-            |i: usize| if i % 3 == 0 { bound.replace("{}", &i.to_string()) } else { format!("{i}.25") };
+        let value = |i: usize| {
+            if i.is_multiple_of(3) { bound.replace("{}", &i.to_string()) } else { format!("{i}.25") }
+        };
         let error = opened(&table((0..60).map(value))).map(|set| set.len()).unwrap_err();
         assert!(error.to_string().contains(&format!("`{shown}` in line 2 is a bound")), "{error}");
         assert!(error.hint().unwrap().contains("`missing`"));

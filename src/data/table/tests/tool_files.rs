@@ -208,7 +208,7 @@ fn points_in_time_are_those_of_the_clock_of_their_zone_in_every_format() {
     assert_eq!((text.0.len(), text.1.len()), (13, 12));
     // The clock jumps from 2 to 3 in the night.
     assert_eq!(text.1[0].0[..5], [2021.0, 3.0, 27.0, 5.0, 22.258_333]);
-    assert_eq!(text.1[1].0[4], 4.258_333_3);
+    assert_eq!(text.1[1].0[4], 4.258_333);
     assert_eq!(opened("zoned.parquet", TableFileFormat::Parquet), text);
     assert_eq!(opened("zoned.arrows", TableFileFormat::Parquet), text);
 }
