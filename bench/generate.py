@@ -104,9 +104,10 @@ def ours(options):
         done = subprocess.run(command, capture_output=True, text=True, env=environment)
         if done.returncode:
             sys.exit(done.stderr)
-        count, rate = re.search(r"(\d+) tokens in .*?, ([\d.]+) tokens/s", done.stderr).groups()
-        assert int(count) == options.batch * new, done.stderr
-        return int(count) / float(rate), json.loads(done.stdout.splitlines()[0])["text"]
+        found = re.search(r"([\d,]+) tokens in .*?, ([\d.,]+) tokens/s", done.stderr).groups()
+        count, rate = (float(number.replace(",", "")) for number in found)
+        assert count == options.batch * new, done.stderr
+        return count / rate, json.loads(done.stdout.splitlines()[0])["text"]
 
     return generate
 

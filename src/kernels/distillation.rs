@@ -19,9 +19,17 @@ pub struct SoftTargets<'a> {
 }
 
 /// Bytes of temporaries in candle's operations.
-pub fn workspace(rows: usize, classes: usize, runs_cpu_kernel: bool) -> u64 {
-    // In f32: both logits, their log-probabilities and probabilities, and four of the softmax and the products.
-    if runs_cpu_kernel { 0 } else { cpu::size_in_bytes(DType::F32, 10 * rows * classes) }
+pub fn workspace(dtype: DType, rows: usize, classes: usize, runs_cpu_kernel: bool) -> u64 {
+    if runs_cpu_kernel {
+        return 0;
+    }
+    // Both log-probabilities, a probability, a difference and a product; of 16-bit types, both logits in f32 too. A
+    // softmax has the maximum and the sum of each row, and there are the weights and the divergences.
+    let (dtype, tensors) = match dtype {
+        DType::F32 | DType::F64 => (dtype, 5),
+        _ => (DType::F32, 7),
+    };
+    cpu::size_in_bytes(dtype, (tensors * classes + 4) * rows)
 }
 
 impl SoftTargets<'_> {

@@ -1,5 +1,6 @@
 // Optimizer updates over flat buffers. A single pass reads the gradient and the state, writes the weights, their copy
-// in the compute dtype and the state, and clears the gradient.
+// in the compute dtype and the state, and clears the gradient. Products are fused with sums explicitly: left to the
+// compiler, packs and single values would be rounded differently.
 #include "cuda/device.cuh"
 
 namespace {
@@ -24,11 +25,10 @@ template <class R> struct AdamW {
         return {R(n[0]), R(1 - n[0]), R(n[1]), R(1 - n[1]), R(n[2]), R(n[3]), R(1 / n[4])};
     }
     __device__ __forceinline__ R operator()(R w, R g, R *state, const UpdateArgs<R> &c, bool decayed) const {
-        if (decayed) w *= c.keep;
         R d = g * c.grad_scale;
-        R first = b1 * state[0] + a1 * d, second = b2 * state[1] + a2 * d * d;
+        R first = fma(b1, state[0], a1 * d), second = fma(b2, state[1], a2 * d * d);
         state[0] = first, state[1] = second;
-        return w - step * first / (root(second) * inv_root + eps);
+        return fma(w, decayed ? c.keep : R(1), -(step * first / fma(root(second), inv_root, eps)));
     }
 };
 
@@ -39,11 +39,11 @@ template <class R, int S> struct Sgd {
     bool nesterov, first;
     static Sgd of(const double *n) { return {R(n[0]), n[1] != 0, n[2] != 0}; }
     __device__ __forceinline__ R operator()(R w, R g, R *state, const UpdateArgs<R> &c, bool decayed) const {
-        R d = g * c.grad_scale + (decayed ? c.weight_decay : R(0)) * w;
-        if constexpr (S == 0) return w - c.lr * d;
-        R velocity = first ? d : momentum * state[0] + d;
+        R d = fma(decayed ? c.weight_decay : R(0), w, g * c.grad_scale);
+        if constexpr (S == 0) return fma(-c.lr, d, w);
+        R velocity = first ? d : fma(momentum, state[0], d);
         state[0] = velocity;
-        return w - c.lr * (nesterov ? d + momentum * velocity : velocity);
+        return fma(-c.lr, nesterov ? fma(momentum, velocity, d) : velocity, w);
     }
 };
 
@@ -53,9 +53,9 @@ template <class R> struct Lion {
     static Lion of(const double *n) { return {R(n[0]), R(1 - n[0]), R(n[1]), R(1 - n[1])}; }
     __device__ __forceinline__ R operator()(R w, R g, R *state, const UpdateArgs<R> &c, bool decayed) const {
         if (decayed) w *= c.keep;
-        R d = g * c.grad_scale, go = b1 * state[0] + a1 * d;
-        state[0] = b2 * state[0] + a2 * d;
-        return w - c.lr * R((go > R(0)) - (go < R(0)));
+        R d = g * c.grad_scale, go = fma(b1, state[0], a1 * d);
+        state[0] = fma(b2, state[0], a2 * d);
+        return fma(-c.lr, R((go > R(0)) - (go < R(0))), w);
     }
 };
 
@@ -172,7 +172,7 @@ __global__ void __launch_bounds__(THREADS) ema(T *average, const T *values, int6
     if (i >= packs) return;
     auto a = Pack<T, N>::load(average + i * N), v = Pack<T, N>::load(values + i * N);
 #pragma unroll
-    for (int k = 0; k < N; k++) a.v[k] = from_acc<T>(keep * to_acc(a.v[k]) + rest * to_acc(v.v[k]));
+    for (int k = 0; k < N; k++) a.v[k] = from_acc<T>(fma(keep, to_acc(a.v[k]), rest * to_acc(v.v[k])));
     a.store(average + i * N);
 }
 

@@ -93,7 +93,7 @@ impl Loss for Distillation {
         let soft = spec.bytes(positions * classes)
             + hard.input_grad
             + products
-            + distillation::workspace(rows, classes, on_cpu);
+            + distillation::workspace(spec.dtype, rows, classes, on_cpu);
         Cost { backward_workspace: hard.backward_workspace.max(soft), flops: 2 * hard.flops, ..hard }
     }
 

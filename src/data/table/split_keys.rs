@@ -101,13 +101,18 @@ impl OpenedTable {
 /// The target, which must be one column of classes.
 fn class_column(file: &Path, columns: &[Column]) -> Result<Column, DataError> {
     let mut targets = columns.iter().filter(|column| column.target && !column.weight);
-    match (targets.next(), targets.next()) {
-        (Some(target), None) if target.kind == ColumnKind::Category => Ok(target.clone()),
-        _ => Err(DataError::Table {
-            file: file.to_owned(),
-            place: String::new(),
-            problem: "`split = \"stratified\"` needs a target of classes, and this one has numbers".into(),
-            hint: "set `task = \"classes\"` if the numbers are classes, or use `split = \"random\"`",
-        }),
-    }
+    let (first, more) = (targets.next(), targets.next().is_some());
+    let (found, hint) = match first {
+        Some(target) if target.kind == ColumnKind::Category && !more => return Ok(target.clone()),
+        Some(target) if matches!(target.kind, ColumnKind::Labels | ColumnKind::Flag) => {
+            ("labels, of which a row has any number", "use `split = \"random\"`")
+        }
+        _ => ("numbers", "set `task = \"classes\"` if the numbers are classes, or use `split = \"random\"`"),
+    };
+    Err(DataError::Table {
+        file: file.to_owned(),
+        place: String::new(),
+        problem: format!("`split = \"stratified\"` needs a target of classes, and this one has {found}"),
+        hint,
+    })
 }

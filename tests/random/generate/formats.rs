@@ -21,6 +21,9 @@ pub fn choose_targets(draw: &mut Draw, parts: &mut ModelAndData) {
             {
                 *last = ColumnSpec::Labels { labels: classes, separator: "+" };
                 data.set("label_separator", "+");
+                if data.get("split").and_then(Value::as_str) == Some("stratified") {
+                    data.set("split", "random");
+                }
                 data.remove("task");
                 if draw.chance(0.5) {
                     data.set("task", draw.pick(&["labels", "auto"]));
