@@ -75,6 +75,26 @@ fn a_language_model_is_quantized() {
     assert_eq!(change(&full, "loss"), 0.0, "{full}");
     assert!(change(&quantized, "loss") < 0.01, "{quantized}");
     assert!(quantized["bytes"].as_u64().unwrap() < full["bytes"].as_u64().unwrap() / 2);
+    // Matrices in blocks: no activation is quantized, and the folder is used like a run.
+    let onnx = export(&["--format", "onnx", "-o", "onnx"]).expect(0).json();
+    let [eight, four] = ["int8", "int4"].map(|bits| {
+        let blocks = export(&["--format", "onnx", "--quantize", bits, "-o", bits]).expect(0).json();
+        assert!(blocks["notes"][0].as_str().unwrap().contains("blocks of 128"), "{blocks}");
+        let loss = trainer(folder.path(), &["eval", bits, "--json", "-q"]).expect(0).json();
+        let loss = loss["metrics"]["loss"].as_f64().unwrap();
+        let after =
+            blocks["comparison"].as_array().unwrap().iter().find(|one| one["metric"] == "loss").unwrap();
+        assert!((loss - after["after"].as_f64().unwrap()).abs() < 1e-9, "{loss} {after}");
+        blocks
+    });
+    assert!(change(&eight, "loss") < 0.01 && change(&four, "loss") < 0.2, "{eight} {four}");
+    let bytes = |summary: &Value| file_bytes(summary, "model.onnx");
+    assert!(bytes(&four) < bytes(&eight) && bytes(&eight) < bytes(&onnx), "{four} {eight} {onnx}");
+    let refused =
+        export(&["--format", "onnx", "--quantize", "int8", "--calibrate", "8", "-o", "x"]).expect(2);
+    assert!(refused.stderr.contains("`--calibrate` is for activations"), "{}", refused.stderr);
+    let refused = export(&["--format", "tflite", "-o", "x"]).expect(2).stderr;
+    assert!(refused.contains("a `llama` model has no `tflite` form"), "{refused}");
     for file in
         ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "README.md"]
     {

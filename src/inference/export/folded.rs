@@ -155,7 +155,10 @@ impl<'a> FoldedNetwork<'a> {
         let weights = FoldedWeights { weight, bias: param("bias"), norm: None };
         let shape = vec![weights.outputs()];
         let logits = folded.push(head, Op::Linear(weights), &[x], shape, ClampActivation::Identity);
-        folded.values[logits].quantization = source.activations.and_then(|all| all.get(head)).copied();
+        // The network has no point for its logits: they are quantized where the rest is.
+        let is_quantized = folded.values.iter().any(|value| value.quantization.is_some());
+        let activations = source.activations.filter(|_| is_quantized);
+        folded.values[logits].quantization = activations.and_then(|all| all.get(head)).copied();
         Ok(folded)
     }
 

@@ -140,7 +140,8 @@ fn integers_compute_nearly_the_same() {
             let (summary, tensors) = case.export(&options).unwrap();
             assert_eq!(summary.dtype, "int8");
             let float = case.export(&case.options(format, Some(WeightDtype::F32), None)).unwrap().0;
-            if float.bytes > 1 << 20 {
+            // A TFLite file has 28 bytes per channel besides.
+            if float.bytes > 4 << 20 {
                 assert!(
                     summary.bytes < float.bytes * 35 / 100,
                     "{}: {} {}",
