@@ -162,7 +162,7 @@ fn rows<R: rusqlite::types::FromSql>(file: &Path, query: &str) -> Vec<R> {
 
 #[test]
 fn a_sqlite_file_has_one_run_with_every_step_once_however_often_it_is_resumed() {
-    let folder = job_folder(&job());
+    let folder = job_folder(job());
     let set = "log.mlflow=sqlite:///tracked.db";
     let fit = ["fit", "job.toml", "--run-dir", "run", "--resume", "--set", set, "-q"];
     let mut killed = command(folder.path(), &[&fit[..], &["--max-steps", "14"]].concat());
@@ -189,7 +189,7 @@ fn a_sqlite_file_has_one_run_with_every_step_once_however_often_it_is_resumed() 
 
 #[test]
 fn a_sqlite_file_that_cannot_be_written_is_a_warning() {
-    let folder = job_folder(&job());
+    let folder = job_folder(job());
     let fit = |run: &str, uri: &str| {
         let set = format!("log.mlflow=sqlite:///{uri}");
         let done = trainer(folder.path(), &["fit", "job.toml", "--run-dir", run, "--set", &set]).expect(0);
