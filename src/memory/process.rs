@@ -11,7 +11,7 @@ use super::{measure, pressure, probe};
 
 /// Fraction of the program's code, in 64ths, that may be resident: what training, evaluation and checkpoints run. Code
 /// of the dev profile is less dense: it is optimized less, and not across units.
-const RESIDENT_CODE_64THS: u64 = if cfg!(debug_assertions) { 29 } else { 27 };
+const RESIDENT_CODE_64THS: u64 = if cfg!(debug_assertions) { 29 } else { 28 };
 
 /// Stack and thread-local memory that a thread touches: one that computes, besides the buffers of kernels, and one that
 /// loads data, which decodes images.
