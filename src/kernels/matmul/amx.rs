@@ -118,7 +118,8 @@ pub(super) fn gemm_workspace<E: AmxElem, O: AmxElem>(
         slices.packed_bytes::<E>(columns) + slices.partial_sum_bytes(m, n, is_half_precision::<O>())
     };
     match n > m {
-        true if transposed_a => bytes(n, m),
+        // A single row is contiguous either way, so that `gemm` cannot tell it from a transposed column.
+        true if transposed_a && m > 1 => bytes(n, m),
         true => bytes(n, m).max(bytes(m, n)),
         false => bytes(m, n),
     }
