@@ -79,7 +79,7 @@ fn exported(folder: &Path, sets: &[String]) -> Result<TrainedModel, Failure> {
     })?;
     let weights = folder.join(file);
     let mut model = TrainedModel {
-        job: with_sets(job, folder, sets).map_err(unusable)?,
+        job: with_sets(job, folder, sets)?,
         preprocessing,
         origin: Origin::Export,
         folder: folder.to_owned(),
