@@ -313,6 +313,12 @@ fn a_table_of_one_column_has_a_prediction_for_each_row() {
     assert_eq!(two.len(), 2);
     let three = predicted("x\n5,5\n\n1,5\n");
     assert_eq!((three.len(), &three[0], &three[2]), (3, &two[0], &two[1]));
+    // Blank lines at the end are no rows, however long the table is.
+    for rows in [2, 100_000] {
+        assert_eq!(predicted(&format!("x\n{}\n\n\n", "5,5\n".repeat(rows))).len(), rows);
+        let with_blank = format!("x\n{}\n1,5\n", "5,5\n".repeat(rows));
+        assert_eq!(predicted(&with_blank).len(), rows + 2);
+    }
 }
 
 #[test]

@@ -379,7 +379,9 @@ fn usage_hint(error: &clap::Error, args: &[OsString]) -> Option<String> {
     if context(ContextKind::SuggestedArg) == Some(flag.replace('_', "-").as_str()) {
         return None; // It is a flag, spelled as a key.
     }
-    if let Some(note) = crate::job::flag_note(name) {
+    // Not for the flag itself, which another command has.
+    let of_others = |note: &&str| !note.contains(&format!("`{flag}`"));
+    if let Some(note) = crate::job::flag_note(name).filter(of_others) {
         return Some(note.to_owned());
     }
     let key = crate::job::flag_key(name)?;

@@ -170,7 +170,7 @@ impl RunProgress {
                 // What a short update has done would only flicker.
                 if now.seconds.max(self.step_s().unwrap_or(0.0)) >= LONG_STEP_S {
                     let at = fields.len().min(3);
-                    fields.insert(at, Field(7, format!("{counts} {seconds}")));
+                    fields.insert(at, Field(9, format!("{counts} {seconds}")));
                 }
                 fields
             }
@@ -185,7 +185,7 @@ impl RunProgress {
         let step = step.min(self.total_steps);
         let mut fields = vec![
             Field(5, format!("epoch {:>of_epochs$}/{epochs}", self.epoch(step))),
-            Field(8, format!("step {:>of_total$}/{total}", format_count(step))),
+            Field(10, format!("step {:>of_total$}/{total}", format_count(step))),
         ];
         fields.extend(bar);
         let Some(last) = self.recent.back() else { return Fields(fields) };
@@ -193,7 +193,7 @@ impl RunProgress {
             0 => ("ram", last.used.ram, self.budget.ram),
             vram => ("vram", last.used.vram, vram),
         };
-        fields.push(Field(9, format!("loss {}", text::number(last.loss))));
+        fields.push(Field(8, format!("loss {}", text::number(last.loss))));
         fields.push(Field(1, format!("lr {:.1e}", last.lr)));
         if let Some(rate) = self.samples_per_second() {
             fields.push(Field(6, format!("{} samples/s", format_count(rate.round() as u64))));
@@ -283,9 +283,9 @@ mod tests {
             )
         );
         assert_eq!(line(Some(60)), format!("step 5/6  {samples}  loss 0.2500  eta 1.1 s"));
-        assert_eq!(line(Some(28)), "step 5/6  loss 0.2500");
-        assert_eq!(line(Some(11)), "loss 0.2500");
-        assert_eq!(line(Some(4)), "loss");
+        assert_eq!(line(Some(28)), format!("step 5/6  {samples}"));
+        assert_eq!(line(Some(11)), "step 5/6");
+        assert_eq!(line(Some(4)), "step");
     }
 
     /// Updates of a second and more show their samples and time, which move within the update.
@@ -302,6 +302,13 @@ mod tests {
             line(&later),
             "epoch 3/3  step 5/6  60/100 samples 0.7 s  loss 0.2500  67 samples/s  eta 1.1 s"
         );
+        // In a narrow terminal too.
+        let many = ActivitySnapshot { done: 38_000, total: 40_000, seconds: 12.0, ..UPDATE };
+        for width in 40..=180 {
+            let [now, next] = [many, ActivitySnapshot { done: 38_200, ..many }]
+                .map(|now| progress.live_line(&now, Some(width), AnsiStyle::default()));
+            assert_ne!(now, next, "{width} columns");
+        }
         let eval = ActivitySnapshot { work: Work::Evaluation, done: 10, total: 40, seconds: 2.0, ..UPDATE };
         assert_eq!(line(&eval), "eval    step 4  ━━────────  10/40 samples  2.0 s  eta 6.0 s");
         let saving = ActivitySnapshot { work: Work::Checkpoint, total: 0, seconds: 1.5, ..UPDATE };

@@ -5,8 +5,6 @@
 //! written.
 
 use jiff::civil::{Date, ISOWeekDate, Weekday};
-
-use super::dates::compact_month;
 use serde::{Deserialize, Serialize};
 
 /// Which number of a date such as `03/04/2021` is the day.
@@ -101,6 +99,13 @@ impl DateTime {
             (DatePart::Weekday, date) => date?.weekday().to_monday_zero_offset().into(),
         })
     }
+}
+
+/// The first day of the month that a number such as `202101` stands for; other numbers of six digits are none.
+pub fn compact_month(number: f64) -> Option<Date> {
+    let is_month = number.fract() == 0.0 && (190_001.0..=210_012.0).contains(&number);
+    let number = is_month.then_some(number as i32)?;
+    Date::new((number / 100) as i16, (number % 100) as i8, 1).ok()
 }
 
 fn parse_date(text: &str, order: DateOrder) -> Option<Date> {

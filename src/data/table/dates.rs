@@ -2,7 +2,7 @@
 
 use jiff::civil::Date;
 
-use super::date_text::{DateOrder, DatePart, DateTime};
+use super::date_text::{DateOrder, DatePart, DateTime, compact_month};
 
 /// What a column of seconds declares them to be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -24,13 +24,6 @@ impl StampKind {
             Self::Time => &[Hour],
         }
     }
-}
-
-/// The first day of the month that a number such as `202101` stands for; other numbers of six digits are none.
-pub fn compact_month(number: f64) -> Option<Date> {
-    let is_month = number.fract() == 0.0 && (190_001.0..=210_012.0).contains(&number);
-    let number = is_month.then_some(number as i32)?;
-    Date::new((number / 100) as i16, (number % 100) as i8, 1).ok()
 }
 
 /// The date that a number such as `20210102` stands for; other numbers of eight digits are none.

@@ -3,7 +3,7 @@
 //! A delimiter is plausible if nearly all rows have as many fields as the first. If several are, and decimal commas do
 //! not explain it, the file is refused: the key `delimiter` decides.
 
-use std::io::Read;
+use std::io::{self, Read};
 use std::path::Path;
 
 use super::dialect::{Dialect, FieldDelimiter, RowEnds, RowFields, RowFormat};
@@ -110,7 +110,12 @@ impl DialectSettings {
         let has_comments = found.dialect.comment.is_some()
             && (self.comment != CommentSetting::Auto || check_comments(file, text, self.skip_lines, &found)?);
         let comment = found.dialect.comment.filter(|_| has_comments);
-        let blank_rows = found.width == 1 && (!start.whole || has_blank_line(text));
+        let blank_rows = found.width == 1
+            && match start.whole {
+                true => has_blank_line(text),
+                false => has_blank_line(encoding.reader(files::open(file)?)),
+            }
+            .map_err(|error| read_error(file, error))?;
         Ok(Dialect { comment, blank_rows, ..found.dialect })
     }
 
@@ -317,10 +322,26 @@ fn ends_lines_with_returns(text: &[u8]) -> bool {
     returns > 1 && 2 * returns > line_feeds
 }
 
-/// Whether a blank line stands between others.
-fn has_blank_line(text: &[u8]) -> bool {
-    let text = text.trim_ascii_end();
-    text.split(|byte| *byte == b'\n').any(|line| line.trim_ascii().is_empty())
+/// Whether a blank line stands between others. Those at the end are none: editors leave them.
+fn has_blank_line(mut text: impl Read) -> io::Result<bool> {
+    let (mut bytes, mut is_blank, mut found) = (vec![0; 1 << 16], true, false);
+    loop {
+        let count = match text.read(&mut bytes) {
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+            count => count?,
+        };
+        if count == 0 {
+            return Ok(false);
+        }
+        for byte in &bytes[..count] {
+            match byte {
+                b'\n' => (found, is_blank) = (found || is_blank, true),
+                byte if byte.is_ascii_whitespace() => {}
+                _ if found => return Ok(true),
+                _ => is_blank = false,
+            }
+        }
+    }
 }
 
 /// The delimiter that a first line `sep=;` states, for Excel.

@@ -4,7 +4,7 @@ use std::collections::{BTreeSet, HashSet};
 
 use super::coded_numbers::CodedNumbers;
 use super::columns::CellParser;
-use super::date_text::DateOrder;
+use super::date_text::{DateOrder, compact_month};
 use super::dates::{self, DateColumn, DateEvidence, StampKind};
 use super::decimal::parse_decimal;
 use super::index_evidence::IndexEvidence;
@@ -229,7 +229,7 @@ impl ColumnInference {
 
     /// Adds a number that may be a date of eight digits or a month of six.
     fn observe_compact(&mut self, number: f64) {
-        if let Some(month) = dates::compact_month(number) {
+        if let Some(month) = compact_month(number) {
             self.compact_months += 1;
             self.has_month_years |= self.month_year.is_some_and(|year| year != month.year());
             self.month_year = Some(month.year());
