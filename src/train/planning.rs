@@ -148,10 +148,7 @@ impl Setup {
             valid_samples: self.datasets.valid.len(),
             eval_outputs: self.metrics.needs_outputs(),
             eval_metric_bytes: self.metrics.bytes,
-            teacher_bytes: self
-                .teacher
-                .as_ref()
-                .map_or(0, |teacher| teacher.bytes(self.activation_dtype(backend))),
+            teacher_bytes: self.teacher.as_ref().map_or(0, |teacher| teacher.bytes(backend)),
         })
     }
 
