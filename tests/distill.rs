@@ -96,6 +96,28 @@ fn a_teacher_has_a_precision_of_its_own() {
     assert!(text.contains("`distill.teacher_precision` cannot be"), "{text}");
 }
 
+/// The plan and the check say what the student takes per sample beside its teacher.
+#[test]
+fn a_plan_compares_the_student_with_its_teacher() {
+    let folder = student(CNN, MLP, "", "");
+    let at = folder.path();
+    let found =
+        |command: &str| trainer(at, &[command, "job.toml", "--json"]).expect(0).json()["prediction"].clone();
+    let plan = found("plan");
+    assert_eq!(plan, found("check"));
+    let number = |of: &str, key: &str| plan[of][key].as_u64().unwrap();
+    assert_eq!(number("model", "parameters"), 256 * 24 + 24 + 24 * 10 + 10);
+    assert_eq!(number("model", "operations"), 2 * (256 * 24 + 24 * 10));
+    for key in ["parameters", "operations", "memory_bytes"] {
+        assert!(number("teacher", key) > number("model", key), "{plan}");
+    }
+    assert!(number("model", "memory_bytes") > 4 * number("model", "parameters"), "{plan}");
+    for command in ["plan", "check"] {
+        let text = trainer(at, &[command, "job.toml"]).expect(0).stdout;
+        assert!(text.contains("6,418 parameters, 12,768 operations and"), "{text}");
+    }
+}
+
 /// Without weight the teacher changes no bit; with all of it the loss is another.
 #[test]
 fn a_teacher_without_weight_changes_nothing() {
