@@ -38,8 +38,14 @@ fn fit(at: &Path, run: &str, more: &[&str]) -> Vec<f64> {
 /// memory stays within the plan, which has the teacher.
 #[test]
 fn disturbances_change_nothing() {
-    for (model, train) in [(MLP, ""), (CNN, "precision = \"bf16\"\nema = 0.9")] {
-        let folder = student(CNN, model, train, "");
+    let cases = [
+        (MLP, "", ""),
+        (CNN, "precision = \"bf16\"\nema = 0.9", ""),
+        (CNN, "", "teacher_precision = \"bf16\""),
+        (MLP, "precision = \"bf16\"", "teacher_precision = \"f32\""),
+    ];
+    for (model, train, distill) in cases {
+        let folder = student(CNN, model, train, distill);
         let at = folder.path();
         let whole = fit(at, "run", &[]);
         let undisturbed = FinalState::of(&at.join("run"));
@@ -60,6 +66,55 @@ fn disturbances_change_nothing() {
         let parts = plan["parts"].as_array().unwrap();
         let teacher = parts.iter().find(|part| part["name"] == "teacher").unwrap();
         assert!(teacher["bytes"].as_u64().unwrap() > 2 * 64 * 512, "{teacher}");
+    }
+}
+
+/// A teacher in bf16 takes half of the memory, and teaches nearly the same.
+#[test]
+fn a_teacher_has_a_precision_of_its_own() {
+    let folder = student(CNN, MLP, "", "weight = 1.0");
+    let at = folder.path();
+    let bytes = |precision: &str| {
+        let set = format!("distill.teacher_precision={precision}");
+        let plan =
+            trainer(at, &["plan", "job.toml", "--json", "--ram", "1GiB", "--set", &set]).expect(0).json();
+        let parts = plan["parts"].as_array().unwrap();
+        parts.iter().find(|part| part["name"] == "teacher").unwrap()["bytes"].as_u64().unwrap()
+    };
+    let statistics = 2 * 16 * 4;
+    assert_eq!(bytes("same"), bytes("f32"));
+    assert_eq!(2 * (bytes("bf16") - statistics), bytes("f32") - statistics);
+    let exact = fit(at, "f32", &[]);
+    let rounded = fit(at, "bf16", &["--set", "distill.teacher_precision=bf16"]);
+    assert_ne!(exact, rounded);
+    assert!(
+        exact.iter().zip(&rounded).all(|(a, b)| (a - b).abs() < 0.05 * a.abs() + 0.02),
+        "{exact:?} {rounded:?}"
+    );
+    let text =
+        trainer(at, &["check", "job.toml", "--set", "distill.teacher_precision=int8"]).expect(2).stderr;
+    assert!(text.contains("`distill.teacher_precision` cannot be"), "{text}");
+}
+
+/// The plan and the check say what the student takes per sample beside its teacher.
+#[test]
+fn a_plan_compares_the_student_with_its_teacher() {
+    let folder = student(CNN, MLP, "", "");
+    let at = folder.path();
+    let found =
+        |command: &str| trainer(at, &[command, "job.toml", "--json"]).expect(0).json()["prediction"].clone();
+    let plan = found("plan");
+    assert_eq!(plan, found("check"));
+    let number = |of: &str, key: &str| plan[of][key].as_u64().unwrap();
+    assert_eq!(number("model", "parameters"), 256 * 24 + 24 + 24 * 10 + 10);
+    assert_eq!(number("model", "operations"), 2 * (256 * 24 + 24 * 10));
+    for key in ["parameters", "operations", "memory_bytes"] {
+        assert!(number("teacher", key) > number("model", key), "{plan}");
+    }
+    assert!(number("model", "memory_bytes") > 4 * number("model", "parameters"), "{plan}");
+    for command in ["plan", "check"] {
+        let text = trainer(at, &[command, "job.toml"]).expect(0).stdout;
+        assert!(text.contains("6,418 parameters, 12,768 operations and"), "{text}");
     }
 }
 

@@ -9,7 +9,7 @@ use crate::base::units::{Bytes, counted, format_count};
 use crate::data::warnings;
 use crate::job::{Job, RunLength};
 use crate::layers::Layer;
-use crate::report::plan::{parameter_counts, pruned_model};
+use crate::report::plan::{parameter_counts, prediction_rows, pruned_model};
 use crate::report::{data, text};
 use crate::train::Failure;
 use crate::train::setup::Setup;
@@ -58,6 +58,9 @@ impl CheckArgs {
                 "layers": layers,
                 "job": setup.job.to_json(),
             });
+            if let Some(smaller) = setup.smaller_model() {
+                found["prediction"] = json!(smaller);
+            }
             if let Some(model) = setup.pruned_model() {
                 found["pruned"] = json!(model);
             }
@@ -70,7 +73,10 @@ impl CheckArgs {
                 preview.lines().into_iter().chain([parameters]).chain(pruned).collect();
             let width = console::Term::stdout().size_checked().map(|(_, columns)| columns.into());
             print_line(text::wrap_to(&[summary(&setup.job)], width, 4).join("\n"))?;
-            print_line(aligned(&rows, width).join("\n"))?;
+            let smaller = setup.smaller_model();
+            let smaller =
+                smaller.iter().flat_map(prediction_rows).map(|(name, cost)| (name.to_owned(), cost));
+            print_line(aligned(&rows.into_iter().chain(smaller).collect::<Vec<_>>(), width).join("\n"))?;
             if common.verbose {
                 print_line(format_args!("\n{}", layer_table(&layer_rows(&setup))))?;
                 print_line(format_args!("\n{}", setup.job.to_toml().trim_end()))?;

@@ -7,6 +7,7 @@
 mod backward;
 mod forward;
 mod fused;
+mod teacher;
 #[cfg(test)]
 mod tests;
 
@@ -15,6 +16,7 @@ use std::sync::Arc;
 use candle_core::{DType, Tensor};
 
 use self::backward::BackwardContext;
+pub use self::teacher::TeacherNetwork;
 use super::fusion::FusedNode;
 use super::node_timer::{self, NodePass};
 use super::offload::{ActivationOffload, OffloadedTensor, PendingCopy};
@@ -26,9 +28,6 @@ use crate::kernels::{Activation, host};
 use crate::layers::loss::{Loss, MetricSums, PendingMetricSums};
 use crate::layers::{Layer, Mode, PassContext, SavedTensors};
 use crate::memory::{Ledger, Oom, Reservation};
-
-/// The name that the reservation of the teacher's logits carries.
-const TEACHER_LOGITS: &str = "teacher's logits";
 
 /// A node of a block.
 pub enum Node {
@@ -60,7 +59,7 @@ pub struct Network {
     pub blocks: Vec<LayerBlock>,
     pub loss: Box<dyn Loss>,
     /// A trained network whose logits the loss reads in training.
-    pub teacher: Option<Box<Network>>,
+    pub teacher: Option<Box<TeacherNetwork>>,
 }
 
 /// Why a step failed.
@@ -173,7 +172,8 @@ impl Network {
     ) -> StepResult<PendingMetricSums> {
         let _kernels = ReferenceScope::enter(exec.spec.backend.is_reference());
         exec.ledger.set_phase(Phase::Forward);
-        let teacher_logits = self.teacher_logits(exec, batch)?;
+        let teacher = self.teacher.as_ref().map(|teacher| teacher.logits(exec, batch)).transpose()?;
+        let teacher_logits = teacher.unwrap_or_default();
         let mut x = ReservedTensor { value: batch.map(|b| b.inputs.clone()), ..ReservedTensor::default() };
         let mut saved_blocks = Vec::with_capacity(self.blocks.len());
         for block in &self.blocks {
@@ -277,22 +277,6 @@ impl Network {
         let _kernels = ReferenceScope::enter(exec.spec.backend.is_reference());
         let x = self.forward_blocks(exec, inputs)?;
         self.output_of(exec, &x)
-    }
-
-    /// The teacher's logits, if there is one; nothing else of its pass stays.
-    fn teacher_logits(&self, exec: &Executor, batch: Option<&DeviceBatch>) -> StepResult<ReservedTensor> {
-        let Some(teacher) = &self.teacher else { return Ok(ReservedTensor::default()) };
-        let pass = exec.pass.as_ref().and_then(|pass| {
-            Some(PassContext { store: pass.teacher?, mode: Mode::Eval, teacher: None, ..*pass })
-        });
-        let exec =
-            Executor { pass, spec: exec.spec, ledger: exec.ledger, recompute_blocks: 0, offload: None };
-        let x = teacher.run_blocks(&exec, batch.map(|b| &b.inputs))?;
-        let value = teacher.output_of(&exec, &x)?;
-        drop(x);
-        let bytes = exec.spec.bytes(teacher.loss.outputs_per_sample());
-        let reservation = exec.reserve(Role::Activations, TEACHER_LOGITS, bytes)?;
-        Ok(ReservedTensor { value, reservation, requires_grad: false })
     }
 
     fn output_of(&self, exec: &Executor, x: &ReservedTensor) -> StepResult<Option<Tensor>> {

@@ -23,6 +23,21 @@ pub struct DistillConfig {
     #[serde(default = "weight")]
     #[schemars(range(min = 0.0, max = 1.0))]
     pub weight: f64,
+    /// Number format that the teacher computes in, and its weights are held in.
+    #[serde(default)]
+    pub teacher_precision: TeacherPrecision,
+}
+
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum TeacherPrecision {
+    /// That of the model that learns from it.
+    #[default]
+    Same,
+    /// 32-bit floating point.
+    F32,
+    /// bfloat16: half the memory of `f32`, for a teacher that is larger than the model that learns from it.
+    Bf16,
 }
 
 fn temperature() -> f64 {

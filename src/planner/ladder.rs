@@ -81,6 +81,7 @@ pub fn build_plan(
         shrunk: adjustments(r, predictor, as_written.exec_plan, picked.exec_plan),
         phases: estimate.phases,
         pruned: None,
+        prediction: None,
         disk: Disk::default(),
     }
 }

@@ -12,6 +12,7 @@ pub mod ladder;
 pub mod ledger_trace;
 pub mod plan;
 pub mod plan_lock;
+pub mod prediction;
 pub mod search;
 
 pub use execution_plan::ExecutionPlan;

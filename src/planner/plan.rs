@@ -4,6 +4,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use super::execution_plan::{BatchSplit, ExecutionPlan};
+use super::prediction::SmallerModel;
 use crate::base::{MemorySpace, Phase, Role};
 
 /// A memory plan as `trainer plan --json` prints it and `plan.json` keeps it.
@@ -43,6 +44,9 @@ pub struct MemoryPlan {
     /// The pruned model, if the job prunes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pruned: Option<PrunedModel>,
+    /// What one sample takes with the trained model, if the job prunes or distills.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub prediction: Option<SmallerModel>,
     /// What the run keeps on disk.
     #[serde(default)]
     pub disk: Disk,

@@ -84,6 +84,7 @@ pub fn plan() -> MemoryPlan {
         }],
         phases: vec![phase(Phase::Forward, 180), phase(Phase::Backward, 212), phase(Phase::Update, 80)],
         pruned: None,
+        prediction: None,
         disk: Disk::default(),
     }
 }

@@ -7,6 +7,7 @@ use super::{DisplayOptions, Verbosity};
 use crate::base::units::{counted, format_count};
 use crate::base::{MemorySpace, Role};
 use crate::planner::plan::{CandidateSummary, Disk, PhasePeak, PlanAdjustment, PlanVerdict, PrunedModel};
+use crate::planner::prediction::{PredictionCost, SmallerModel};
 use crate::planner::{MemoryPlan, ladder};
 
 const BAR_CELLS: usize = 24;
@@ -39,6 +40,9 @@ pub fn lines(plan: &MemoryPlan, display: DisplayOptions) -> Vec<String> {
         out.push(format!("       {}", parameter_counts(plan.parameters, plan.trained_parameters)));
     }
     out.extend(plan.pruned.map(|model| format!("       {}", pruned_model(model))));
+    out.extend(
+        plan.prediction.iter().flat_map(prediction_rows).map(|(name, cost)| format!("       {name}: {cost}")),
+    );
     if plan.verdict != PlanVerdict::DoesNotFit {
         out.extend(adjustment_table(plan));
     }
@@ -109,6 +113,31 @@ pub fn pruned_model(model: PrunedModel) -> String {
         text::bytes(bytes),
         text::bytes(compressed_bytes)
     )
+}
+
+/// What the trained model takes per sample, and its teacher, which is compared with it:
+/// `38,282 parameters, 722,944 operations and 182 KiB per sample`.
+pub fn prediction_rows(smaller: &SmallerModel) -> Vec<(&'static str, String)> {
+    let line = |cost: &PredictionCost, ratio: &dyn Fn(fn(&PredictionCost) -> u64) -> String| {
+        let PredictionCost { parameters, operations, memory_bytes } = *cost;
+        format!(
+            "{} parameters{}, {} operations{} and {}{} per sample",
+            format_count(parameters),
+            ratio(|cost| cost.parameters),
+            format_count(operations),
+            ratio(|cost| cost.operations),
+            text::bytes(memory_bytes),
+            ratio(|cost| cost.memory_bytes),
+        )
+    };
+    let SmallerModel { model, teacher } = smaller;
+    let teacher = teacher.as_ref().map(|teacher| {
+        let ratio = |of: fn(&PredictionCost) -> u64| {
+            format!(" (x {:.1})", of(teacher) as f64 / of(model).max(1) as f64)
+        };
+        ("teacher", line(teacher, &ratio))
+    });
+    std::iter::once(("prediction", line(model, &|_| String::new()))).chain(teacher).collect()
 }
 
 /// The execution plan: `micro-batch 50 x 2 = 100 samples per update (requested: 100 x 1), ...`.
@@ -338,6 +367,21 @@ plan   fits after shrinking on cpu: ram 212 MiB of 256 MiB (82.8 %) at the peak,
             PrunedModel { weights: 1_000_000, sparsity: 0.8, bytes: 4 << 20, compressed_bytes: 1 << 20 };
         let plan = MemoryPlan { pruned: Some(model), ..fixtures::plan() };
         let expected = "\n       80.0 % of 1,000,000 weights pruned: 4.00 MiB, about 1.00 MiB gzipped\n";
+        assert!(text(&plan, DisplayOptions::default()).contains(expected));
+    }
+
+    #[test]
+    fn a_plan_says_what_the_smaller_model_takes_beside_its_teacher() {
+        let cost =
+            |parameters, operations, memory_bytes| PredictionCost { parameters, operations, memory_bytes };
+        let smaller = SmallerModel {
+            model: cost(1_000, 20_000, 1 << 20),
+            teacher: Some(cost(4_000, 100_000, 3 << 20)),
+        };
+        let plan = MemoryPlan { prediction: Some(smaller), ..fixtures::plan() };
+        let expected = "
+       prediction: 1,000 parameters, 20,000 operations and 1.00 MiB per sample
+       teacher: 4,000 parameters (x 4.0), 100,000 operations (x 5.0) and 3.00 MiB (x 3.0) per sample\n";
         assert!(text(&plan, DisplayOptions::default()).contains(expected));
     }
 

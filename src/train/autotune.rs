@@ -37,7 +37,8 @@ pub fn plan(setup: &Setup, machine: &TargetMachine) -> Result<MemoryPlan, Failur
     }
     let plan = plan_of_fastest(&request, &predictor, &search, planned, &measured);
     let (parameters, trained_parameters) = (setup.num_parameters(), setup.num_trained());
-    Ok(MemoryPlan { parameters, trained_parameters, pruned: setup.pruned_model(), ..plan })
+    let (pruned, prediction) = (setup.pruned_model(), setup.smaller_model());
+    Ok(MemoryPlan { parameters, trained_parameters, pruned, prediction, ..plan })
 }
 
 /// The candidates that fit, fastest predicted first.

@@ -17,6 +17,7 @@ use super::checkpoint::CheckpointTensors;
 use super::pass_key::PassKey;
 use super::setup::Setup;
 use super::staging::BatchStaging;
+use super::teacher::Teacher;
 use crate::base::{MemorySpace, MicroBatchSpec, Phase, Role};
 use crate::data;
 use crate::events::event::Event;
@@ -180,11 +181,11 @@ impl<'a> Engine<'a> {
         let average = setup.job.train.ema.map(|_| store.copy_master_weights()).transpose()?;
         let prune = |config| Pruning::new(config, &setup.layout.params, &setup.device());
         let pruning = setup.job.prune.as_ref().map(prune).transpose()?;
-        let teacher = setup
-            .teacher
-            .as_ref()
-            .map(|teacher| ParamStore::for_inference(teacher.layout.clone(), setup.dtype, &setup.device()));
-        let teacher = teacher.transpose()?;
+        let load = |teacher: &Teacher| {
+            let dtype = teacher.dtype(setup.backend());
+            ParamStore::for_inference(teacher.layout.clone(), dtype, &setup.device())
+        };
+        let teacher = setup.teacher.as_ref().map(load).transpose()?;
         let gpu = GpuState::new(setup, &rule, &store, graphs)?;
         Ok(PersistentState {
             store,

@@ -1,18 +1,21 @@
 //! Memory planning of a prepared job: the inputs of the planner, and applying the plan it chose.
 
 use super::retry::ShrinkLimits;
-use super::setup::Setup;
+use super::setup::{Setup, fused_network};
 use crate::base::units::Bytes;
 use crate::base::{Backend, MemorySpace, MicroBatchSpec, Phase};
 use crate::graph::network::{LayerBlock, Network};
 use crate::job::{Interval, OomAction, OptimizerKind};
 use crate::memory::probe;
+use crate::models::LossOptions;
 use crate::optim;
+use crate::params::ParamRules;
 use crate::planner::budget::TargetMachine;
 use crate::planner::cost_model::CostModel;
 use crate::planner::estimate::{Estimator, EstimatorInputs, MemoryPredictor, recompute_ranks};
 use crate::planner::execution_plan::{BatchSplit, ExecutionPlan, Offload};
 use crate::planner::plan::{Disk, MemoryPlan, PlanVerdict, PrunedModel};
+use crate::planner::prediction::{PredictionCost, SmallerModel};
 use crate::planner::search::PlanRequest;
 use crate::planner::{ladder, search};
 
@@ -54,7 +57,27 @@ impl Setup {
         }
         let (parameters, trained_parameters) = (self.num_parameters(), self.num_trained());
         let (disk, pruned) = (self.disk(plan.chosen.optimizer), self.pruned_model());
-        MemoryPlan { disk, parameters, trained_parameters, pruned, ..plan }
+        let prediction = self.smaller_model();
+        MemoryPlan { disk, parameters, trained_parameters, pruned, prediction, ..plan }
+    }
+
+    /// What one sample takes on this machine with the trained model, if the job prunes or distills.
+    pub fn smaller_model(&self) -> Option<SmallerModel> {
+        if self.job.prune.is_none() && self.teacher.is_none() {
+            return None;
+        }
+        let (backend, features) = (self.backend(), self.features());
+        let spec = MicroBatchSpec { batch: 1, dtype: self.dtype, backend };
+        // The trained model has no teacher in its loss.
+        let (loss, rules) = (LossOptions { distill: None, ..self.loss.clone() }, ParamRules::default());
+        let built = fused_network(&self.job.model, &loss, &rules, features, self.dtype, backend).ok()?;
+        let model = PredictionCost::of(&built.network, &self.layout, features, spec);
+        let teacher = self.teacher.as_ref().and_then(|teacher| {
+            let network = teacher.network(features, backend).ok()?;
+            let spec = MicroBatchSpec { dtype: network.dtype, ..spec };
+            Some(PredictionCost::of(&network.network, &teacher.layout, features, spec))
+        });
+        Some(SmallerModel { model, teacher })
     }
 
     /// The weights that the run ends with, if the job prunes.
@@ -148,10 +171,7 @@ impl Setup {
             valid_samples: self.datasets.valid.len(),
             eval_outputs: self.metrics.needs_outputs(),
             eval_metric_bytes: self.metrics.bytes,
-            teacher_bytes: self
-                .teacher
-                .as_ref()
-                .map_or(0, |teacher| teacher.bytes(self.activation_dtype(backend))),
+            teacher_bytes: self.teacher.as_ref().map_or(0, |teacher| teacher.bytes(backend)),
         })
     }
 

@@ -153,8 +153,8 @@ impl Setup {
     pub(super) fn network_on(&self, backend: Backend, features: &Features) -> Network {
         let (rules, dtype) = (ParamRules::of_job(&self.job), self.activation_dtype(backend));
         let built = fused_network(&self.job.model, &self.loss, &rules, features, dtype, backend);
-        let network = built
-            .and_then(|built| with_teacher(built.network, self.teacher.as_ref(), features, dtype, backend));
+        let network =
+            built.and_then(|built| with_teacher(built.network, self.teacher.as_ref(), features, backend));
         match network {
             Ok(network) => network,
             Err(error) => unreachable!("this model was built before: {error}"),
@@ -210,11 +210,10 @@ impl Setup {
         let (rules, features) = (ParamRules::of_job(&job), datasets.train.features());
         let built = fused_network(&job.model, &loss, &rules, features, dtype, backend)?;
         let teacher = Teacher::of(&job, datasets.valid.as_ref())?;
-        let network = with_teacher(built.network, teacher.as_ref(), features, dtype, backend)?;
+        let network = with_teacher(built.network, teacher.as_ref(), features, backend)?;
         let mut bucket_networks = bucket_networks(&job.model, &loss, &rules, features, dtype, backend)?;
         for BucketNetwork { features, network } in &mut bucket_networks {
-            let teacher =
-                teacher.as_ref().map(|teacher| teacher.network(features, dtype, backend)).transpose()?;
+            let teacher = teacher.as_ref().map(|teacher| teacher.network(features, backend)).transpose()?;
             network.teacher = teacher.map(Box::new);
         }
         let samples = job.train.samples_per_update() as u64;
@@ -395,10 +394,9 @@ fn with_teacher(
     network: Network,
     teacher: Option<&Teacher>,
     features: &Features,
-    dtype: DType,
     backend: Backend,
 ) -> Result<Network, ModelError> {
-    let teacher = teacher.map(|teacher| teacher.network(features, dtype, backend)).transpose()?;
+    let teacher = teacher.map(|teacher| teacher.network(features, backend)).transpose()?;
     Ok(Network { teacher: teacher.map(Box::new), ..network })
 }
 

@@ -7,7 +7,7 @@ use candle_core::DType;
 use super::Failure;
 use super::checkpoint::{self, Checkpoints};
 use super::run_dir::RunDir;
-use super::setup::fused_network;
+use super::setup::{activation_dtype, fused_network};
 use super::tensor_files::load_views;
 use super::tensor_reader::TensorReader;
 use crate::base::Backend;
@@ -15,8 +15,8 @@ use crate::base::features::{Features, InputSpec};
 use crate::base::regular_file;
 use crate::data::Dataset;
 use crate::data::preprocessing::Preprocessing;
-use crate::graph::network::Network;
-use crate::job::{Job, ModelConfig, job_values};
+use crate::graph::network::TeacherNetwork;
+use crate::job::{Job, ModelConfig, Precision, TeacherPrecision, job_values};
 use crate::models::{BuiltModel, LossOptions, ModelError};
 use crate::param_store::ParamStore;
 use crate::params::{ParamLayout, ParamRules};
@@ -41,6 +41,7 @@ pub struct TeacherError {
 /// A model that suits the data of the job.
 pub struct Teacher {
     model: ModelConfig,
+    precision: Precision,
     pub layout: ParamLayout,
     /// The file with the EMA of the weights, if the run kept one.
     pub weights: PathBuf,
@@ -87,7 +88,12 @@ impl Teacher {
         let features = teacher_features(dataset.features());
         let built =
             crate::models::build(&its_job.model, &features).map_err(|why| format!("does not fit: {why}"))?;
-        let teacher = Self { model: its_job.model, layout: built.layout, weights, statistics };
+        let precision = match job.distill.as_ref().map_or(TeacherPrecision::Same, |d| d.teacher_precision) {
+            TeacherPrecision::Same => job.train.precision,
+            TeacherPrecision::F32 => Precision::F32,
+            TeacherPrecision::Bf16 => Precision::Bf16,
+        };
+        let teacher = Self { model: its_job.model, precision, layout: built.layout, weights, statistics };
         teacher.check_names()?;
         Ok(teacher)
     }
@@ -108,23 +114,28 @@ impl Teacher {
         Ok(())
     }
 
+    /// The type of its weights and activations on this backend.
+    pub fn dtype(&self, backend: Backend) -> DType {
+        activation_dtype(self.precision, backend)
+    }
+
     /// Its network for samples of these features, fused for this backend.
-    pub fn network(
-        &self,
-        features: &Features,
-        dtype: DType,
-        backend: Backend,
-    ) -> Result<Network, ModelError> {
-        let (loss, rules) = (LossOptions::default(), ParamRules::default());
+    pub fn network(&self, features: &Features, backend: Backend) -> Result<TeacherNetwork, ModelError> {
+        let (loss, rules, dtype) = (LossOptions::default(), ParamRules::default(), self.dtype(backend));
         let features = teacher_features(features);
         let BuiltModel { network, .. } =
             fused_network(&self.model, &loss, &rules, &features, dtype, backend)?;
-        Ok(network)
+        let float_inputs = match &features.input {
+            InputSpec::Floats { shape } => shape.iter().product(),
+            InputSpec::Tabular { .. } | InputSpec::Tokens { .. } => 0,
+        };
+        Ok(TeacherNetwork { network, dtype, float_inputs })
     }
 
-    /// Bytes of its weights in this type, and of its running statistics.
-    pub fn bytes(&self, dtype: DType) -> u64 {
-        (self.layout.params.len * dtype.size_in_bytes() + self.layout.stats.len * size_of::<f32>()) as u64
+    /// Bytes of its weights on this backend, and of its running statistics.
+    pub fn bytes(&self, backend: Backend) -> u64 {
+        let weight = self.dtype(backend).size_in_bytes();
+        (self.layout.params.len * weight + self.layout.stats.len * size_of::<f32>()) as u64
     }
 
     /// Loads the weights into a store of its layout.

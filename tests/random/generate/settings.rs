@@ -350,6 +350,9 @@ fn set_distill(draw: &mut Draw, job: &mut Table, classes: bool) {
     if draw.chance(0.7) {
         table.set("weight", draw.pick(&[0.0, 0.5, 1.0]));
     }
+    if draw.chance(0.5) {
+        table.set("teacher_precision", draw.pick(&["same", "f32", "bf16"]));
+    }
     job.set("distill", table);
 }
 
