@@ -16,7 +16,7 @@ use crate::base::regular_file;
 use crate::data::Dataset;
 use crate::data::preprocessing::Preprocessing;
 use crate::graph::network::Network;
-use crate::job::{Job, ModelConfig, job_values};
+use crate::job::{Job, ModelConfig, Ranks, job_values};
 use crate::models::{BuiltModel, LossOptions, ModelError};
 use crate::param_store::ParamStore;
 use crate::params::{ParamLayout, ParamRules};
@@ -41,6 +41,7 @@ pub struct TeacherError {
 /// A model that suits the data of the job.
 pub struct Teacher {
     model: ModelConfig,
+    ranks: Ranks,
     pub layout: ParamLayout,
     /// The file with the EMA of the weights, if the run kept one.
     pub weights: PathBuf,
@@ -85,9 +86,10 @@ impl Teacher {
             return Err(format!("has no `{}`", checkpoint::MODEL));
         }
         let features = teacher_features(dataset.features());
-        let built =
-            crate::models::build(&its_job.model, &features).map_err(|why| format!("does not fit: {why}"))?;
-        let teacher = Self { model: its_job.model, layout: built.layout, weights, statistics };
+        let built = crate::models::build_factorized(&its_job.model, &features, &its_job.ranks())
+            .map_err(|why| format!("does not fit: {why}"))?;
+        let ranks = its_job.ranks();
+        let teacher = Self { model: its_job.model, ranks, layout: built.layout, weights, statistics };
         teacher.check_names()?;
         Ok(teacher)
     }
@@ -115,7 +117,7 @@ impl Teacher {
         dtype: DType,
         backend: Backend,
     ) -> Result<Network, ModelError> {
-        let (loss, rules) = (LossOptions::default(), ParamRules::default());
+        let (loss, rules) = (LossOptions::default(), ParamRules::of_ranks(&self.ranks));
         let features = teacher_features(features);
         let BuiltModel { network, .. } =
             fused_network(&self.model, &loss, &rules, &features, dtype, backend)?;
