@@ -75,6 +75,7 @@ fn a_language_model_is_quantized() {
     assert_eq!(change(&full, "loss"), 0.0, "{full}");
     assert!(change(&quantized, "loss") < 0.01, "{quantized}");
     assert!(quantized["bytes"].as_u64().unwrap() < full["bytes"].as_u64().unwrap() / 2);
+    let q4_0 = export(&["--format", "gguf", "--quantize", "q4_0", "-o", "q4_0"]).expect(0).json();
     // Matrices in blocks: no activation is quantized, and the folder is used like a run.
     let onnx = export(&["--format", "onnx", "-o", "onnx"]).expect(0).json();
     let [eight, four] = ["int8", "int4"].map(|bits| {
@@ -90,6 +91,23 @@ fn a_language_model_is_quantized() {
     assert!(change(&eight, "loss") < 0.01 && change(&four, "loss") < 0.2, "{eight} {four}");
     let bytes = |summary: &Value| file_bytes(summary, "model.onnx");
     assert!(bytes(&four) < bytes(&eight) && bytes(&eight) < bytes(&onnx), "{four} {eight} {onnx}");
+    // GPTQ changes the outputs of layers less than the nearest values do, and is read back to the same metrics.
+    for (format, bits, nearest) in [("onnx", "int4", &four), ("gguf", "q4_0", &q4_0)] {
+        let folder_name = format!("{bits}-gptq");
+        let args = ["--format", format, "--quantize", bits, "--rounding", "gptq", "--calibrate", "16"];
+        let rounded = export(&[&args[..], &["-o", &folder_name]].concat()).expect(0).json();
+        assert!(change(&rounded, "loss") < 0.2, "{rounded}");
+        assert_ne!(change(&rounded, "loss"), change(nearest, "loss"), "{rounded}");
+        assert_eq!(rounded["files"], nearest["files"]);
+        let loss = trainer(folder.path(), &["eval", &folder_name, "--json", "-q"]).expect(0).json();
+        let after =
+            rounded["comparison"].as_array().unwrap().iter().find(|one| one["metric"] == "loss").unwrap();
+        let differs = loss["metrics"]["loss"].as_f64().unwrap() - after["after"].as_f64().unwrap();
+        assert!(differs.abs() < 1e-9, "{loss} {after}");
+    }
+    // What it takes is planned before it begins.
+    let args = ["--format", "gguf", "--quantize", "q4_0", "--rounding", "gptq", "-o", "x"];
+    export(&[&args[..], &["--set", "memory.ram=8MiB"]].concat()).expect(3);
     let refused =
         export(&["--format", "onnx", "--quantize", "int8", "--calibrate", "8", "-o", "x"]).expect(2);
     assert!(refused.stderr.contains("`--calibrate` is for activations"), "{}", refused.stderr);

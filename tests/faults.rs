@@ -1,5 +1,6 @@
 //! Faults at every file system call that writes, evaluates or removes a checkpoint: the process is killed there, the
 //! disk is full, or the disk fails. After each, the run resumes to the same bits and its directory has no leftovers.
+//! Kills at every call that creates a run in MLflow's store, which has one run after it is resumed.
 //!
 //! A shim preloaded before the C library counts the calls of an undisturbed run and makes one of them fail. `cargo
 //! test` tries one call of each kind per fault; `TRAINER_FAULT_SWEEP=all` tries every call of the run.
@@ -10,7 +11,9 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use crate::harness::{FinalState, Finished, finish, in_parallel, job_folder, measured_command, root, skip};
+use crate::harness::{
+    FinalState, Finished, finish, in_parallel, job_folder, measured_command, read_json, root, skip,
+};
 
 /// Three checkpoints, two evaluations, a best checkpoint that is kept and one that is removed.
 const JOB: &str = "
@@ -86,12 +89,16 @@ fn call_kind(line: &str) -> String {
     format!("{name} {}", place.replace(|c: char| c.is_ascii_digit(), ""))
 }
 
+fn tries_all() -> bool {
+    std::env::var("TRAINER_FAULT_SWEEP").is_ok_and(|value| value == "all")
+}
+
 #[test]
 fn a_fault_at_any_call_of_a_checkpoint_leaves_a_run_that_resumes_to_the_bit() {
     let whole = job_folder(JOB);
     let Some(library) = build_shim(whole.path()) else { return };
     let library = library.to_str().unwrap();
-    let all = std::env::var("TRAINER_FAULT_SWEEP").is_ok_and(|value| value == "all");
+    let all = tries_all();
     // The whole run directory for a full sweep; otherwise its checkpoints.
     let place = if all { "run/" } else { "run/checkpoints" };
     let log = whole.path().join("log");
@@ -145,4 +152,37 @@ fn a_fault_at_any_call_of_a_checkpoint_leaves_a_run_that_resumes_to_the_bit() {
     let wrong = failures.concat();
     println!("{} calls, {} cases, {} wrong", calls.len(), cases.len(), wrong.len());
     assert!(wrong.is_empty(), "{}\n{}", wrong.len(), wrong.join("\n"));
+}
+
+/// The run's identity is on disk before the store has the run, so that no kill leaves a run that nobody continues.
+#[test]
+fn a_kill_at_any_call_on_a_store_of_mlflow_leaves_one_run() {
+    let job = format!("{JOB}mlflow = 'sqlite:///mlflow.db'\n");
+    let whole = job_folder(&job);
+    let Some(library) = build_shim(whole.path()) else { return };
+    let library = library.to_str().unwrap();
+    let log = whole.path().join("log");
+    let shim = [("LD_PRELOAD", library), ("SHIM_FOLDER", "/mlflow.")];
+    fit(whole.path(), &[&shim[..], &[("SHIM_LOG", log.to_str().unwrap())]].concat()).expect(0);
+    let calls: Vec<String> = fs::read_to_string(log).unwrap().lines().map(String::from).collect();
+    let renames: Vec<usize> = (0..calls.len()).filter(|i| calls[*i].contains(" rename ")).collect();
+    assert!(renames.len() > 2, "the identity, the created run, what it has: {calls:?}");
+    // The second rename says that the store has the run; what follows are its parameters and metrics.
+    let cases: Vec<usize> = (1..=if tries_all() { calls.len() } else { renames[1] + 2 }).collect();
+    let killed = in_parallel(4, &cases, |at| {
+        let folder = job_folder(&job);
+        let kill = [("SHIM_AT", at.to_string()), ("SHIM_HOW", "kill".into())];
+        let kill: Vec<(&str, &str)> = kill.iter().map(|(key, value)| (*key, value.as_str())).collect();
+        let killed = fit(folder.path(), &[&shim[..], &kill].concat()).code().is_none();
+        fit(folder.path(), &[]).expect(0);
+        let file = rusqlite::Connection::open(folder.path().join("mlflow.db")).unwrap();
+        let runs = "SELECT group_concat(run_uuid || ' ' || status) FROM runs";
+        let runs: String = file.query_row(runs, [], |row| row.get(0)).unwrap();
+        let id = read_json(&folder.path().join("run/mlflow.json"))["run_id"].as_str().unwrap().to_owned();
+        assert_eq!(runs, format!("{id} FINISHED"), "killed at {}", calls[at - 1]);
+        killed
+    });
+    let killed = killed.into_iter().filter(|killed| *killed).count();
+    println!("{} calls, {} cases, {killed} killed", calls.len(), cases.len());
+    assert!(2 * killed > cases.len(), "{killed} of {} were killed", cases.len());
 }

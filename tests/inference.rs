@@ -158,12 +158,38 @@ fn regression_is_in_the_units_of_the_target() {
 }
 
 #[test]
+fn an_evaluation_shows_the_confusion_matrix_and_says_what_to_do_without_its_data() {
+    let folder = trained(CLASSIFIER, &table(400, 0));
+    let at = folder.path();
+    let shown = trainer(at, &["eval", "run"]).expect(0).stdout;
+    let matrix: Vec<Vec<&str>> = shown
+        .lines()
+        .skip_while(|line| !line.starts_with("class / "))
+        .map(|x| x.split_whitespace().collect())
+        .collect();
+    assert_eq!(matrix[0], ["class", "/", "predicted", "above", "below"], "{shown}");
+    let counts = matrix[1..].iter().flat_map(|row| &row[1..]).map(|count| count.parse::<u64>().unwrap());
+    assert_eq!((matrix.len(), counts.sum::<u64>()), (3, 100), "{shown}");
+    // An older checkpoint was the best when it was written.
+    let steps: Vec<String> = crate::harness::names(&at.join("run/checkpoints"));
+    let best = fs::read_link(at.join("run/checkpoints/best")).unwrap();
+    for step in steps.iter().filter(|name| name.starts_with("step-")) {
+        let said = trainer(at, &["eval", &format!("run/checkpoints/{step}")]).expect(0).stderr;
+        assert_eq!(said.contains("the best"), best.ends_with(step), "{said}");
+    }
+    fs::rename(at.join("train.csv"), at.join("gone.csv")).unwrap();
+    let said = trainer(at, &["eval", "run"]).expect(4).stderr;
+    assert!(said.contains("not where it was") && said.contains("`--data PATH`"), "{said}");
+    trainer(at, &["eval", "run", "--data", "gone.csv"]).expect(0);
+}
+
+#[test]
 fn what_is_no_model_is_refused_with_its_exit_code() {
     let folder = trained(CLASSIFIER, &table(100, 0));
     let at = folder.path();
     trainer(at, &["eval", "nowhere"]).expect(2);
-    let text = trainer(at, &["eval", "run", "--checkpoint", "step-3"]).expect(1).stderr;
-    assert!(text.contains("it has no step 3"), "{text}");
+    let text = trainer(at, &["eval", "run", "--checkpoint", "step-3"]).expect(2).stderr;
+    assert!(text.contains("has no checkpoint of step 3; those kept are step-"), "{text}");
     fs::write(at.join("empty.csv"), "").unwrap();
     trainer(at, &["predict", "run", "empty.csv"]).expect(4);
     let views = trainer(at, &["eval", "run", "--tta", "flip"]).expect(2).stderr;
@@ -172,10 +198,10 @@ fn what_is_no_model_is_refused_with_its_exit_code() {
     let weights = at.join("run/checkpoints/last/ema.safetensors");
     let bytes = fs::read(&weights).unwrap();
     fs::write(&weights, &bytes[..bytes.len() / 2]).unwrap();
-    let text = trainer(at, &["eval", "run", "--checkpoint", "last"]).expect(1).stderr;
+    let text = trainer(at, &["eval", "run", "--checkpoint", "last"]).expect(4).stderr;
     assert!(text.contains("does not match its checksum"), "{text}");
     let text = trainer(at, &["eval", "run/checkpoints/last", "--set", "memory.ram='1MiB'"]);
-    assert!(text.code() == Some(1) || text.code() == Some(3));
+    assert!(text.code() == Some(4) || text.code() == Some(3));
 }
 
 /// Class weights, smoothing, the losses of a regression and early stopping are keys of the job.

@@ -57,9 +57,11 @@ fn answer(mut stream: TcpStream, requests: &Requests) {
     let method = path.strip_prefix("/api/2.0/mlflow/").unwrap_or(&path).to_owned();
     let mut requests = requests.lock().unwrap();
     let is_known = requests.iter().any(|(method, _)| method == "experiments/create");
+    let created = requests.iter().find(|(method, _)| method == "runs/create");
     let reply = match method.as_str() {
         "experiments/search" if is_known => json!({ "experiments": [{ "experiment_id": "7" }] }),
         "experiments/create" => json!({ "experiment_id": "7" }),
+        "runs/search" if created.is_some() => json!({ "runs": [{ "info": { "run_id": "abc" } }] }),
         "runs/create" => json!({ "run": { "info": { "run_id": "abc" } } }),
         _ => json!({}),
     };
@@ -132,6 +134,29 @@ fn a_killed_run_sends_what_was_not_sent() {
     assert_eq!(sent, (1..=20).collect());
 }
 
+/// A process that is killed before the answer of the server is on disk finds the run by the id that it had chosen.
+#[test]
+fn a_run_whose_creation_was_not_noted_is_found_by_its_tag() {
+    let (uri, requests) = server();
+    let folder = job_folder(job());
+    let set = format!("log.mlflow={uri}");
+    let fit = ["fit", "job.toml", "--run-dir", "run", "--resume", "--set", &set, "-q"];
+    trainer(folder.path(), &[&fit[..], &["--max-steps", "7"]].concat()).expect(0);
+    let created = bodies(&requests, "runs/create");
+    let tag = created[0]["tags"].as_array().unwrap().last().unwrap();
+    assert_eq!(tag["key"], "trainer.run_id");
+    let file = folder.path().join("run/mlflow.json");
+    let mut identity = read_json(&file);
+    (identity["is_new"], identity["run_id"]) = (true.into(), tag["value"].clone());
+    std::fs::write(&file, identity.to_string()).unwrap();
+    trainer(folder.path(), &fit).expect(0);
+    assert_eq!(bodies(&requests, "runs/create").len(), 1);
+    let searched = bodies(&requests, "runs/search").pop().unwrap();
+    assert_eq!(searched["filter"], format!("tags.\"trainer.run_id\" = '{}'", tag["value"].as_str().unwrap()));
+    assert_eq!(read_json(&file)["run_id"], "abc");
+    assert_eq!(steps(&requests, "train.loss").last(), Some(&20));
+}
+
 #[test]
 fn a_server_that_is_down_is_a_warning() {
     let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
@@ -165,8 +190,6 @@ fn a_sqlite_file_has_one_run_with_every_step_once_however_often_it_is_resumed() 
     let folder = job_folder(job());
     let set = "log.mlflow=sqlite:///tracked.db";
     let fit = ["fit", "job.toml", "--run-dir", "run", "--resume", "--set", set, "-q"];
-    // The kill comes after the run is known: before, the file may have a run that nobody remembers.
-    trainer(folder.path(), &[&fit[..], &["--max-steps", "5"]].concat()).expect(0);
     let mut killed = command(folder.path(), &[&fit[..], &["--max-steps", "14"]].concat());
     finish(killed.env("TRAINER_FAULT_CRASH", "kill:9")).expect(0);
     let done = trainer(folder.path(), &fit).expect(0);

@@ -240,6 +240,25 @@ fn images_have_several_labels() {
     assert_eq!(found["metrics"]["labels"]["any"]["samples"], 8);
 }
 
+/// A table whose labels look like lists is refused, unless the job says whether they are.
+#[test]
+fn combined_labels_of_images_are_not_taken_for_classes() {
+    let data = "kind = 'images'\ntrain = ['labels.csv']\nimage_size = 8\nvalid_fraction = 0.25";
+    let folder = job_folder(job(data, ""));
+    let mut rows = "path,label\n".to_owned();
+    for i in 0..12 {
+        fs::write(folder.path().join(format!("{i}.png")), tiny_png(20 * i as u8)).unwrap();
+        rows += &format!("{i}.png,{}\n", ["red|round", "red", "round"][i % 3]);
+    }
+    fs::write(folder.path().join("labels.csv"), rows).unwrap();
+    let check = |set: &str| trainer(folder.path(), &["check", "job.toml", "--set", set]);
+    let text = check("seed=1").expect(4).stderr;
+    assert!(text.contains("column `label`: its values look like several labels each"), "{text}");
+    assert!(text.contains("`red|round`") && text.contains("set `label_separator`"), "{text}");
+    assert!(check("data.label_separator=''").expect(0).stdout.contains("3 classes"));
+    assert!(check("data.label_separator='|'").expect(0).stdout.contains("any number of 2 labels"));
+}
+
 /// Two targets in units of their own, predicted, evaluated and exported together.
 #[test]
 fn several_numbers_are_predicted_together() {

@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use clap::Args;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressState, ProgressStyle};
 
-use super::{CommonArgs, Exit, print_line, start_threads};
+use super::{CliError, CommonArgs, Exit, print_line, start_threads};
 use crate::base::units::{counted, format_count};
 use crate::data::DatasetContext;
 use crate::data::split::DatasetSplit;
@@ -15,9 +15,11 @@ use crate::inference::evaluate::{Evaluation, evaluate};
 use crate::inference::session::SessionOptions;
 use crate::inference::trained_model::{CheckpointChoice, TrainedModel};
 use crate::memory::probe;
+use crate::metrics::classification::Confusion;
 use crate::metrics::task::TaskMetrics;
 use crate::planner::budget;
 use crate::report::{DisplayOptions, Verbosity};
+use crate::train::Failure;
 use crate::train::datasets::inference::{Samples, TestTimeAugmentation, TrainedOn};
 
 /// Evaluate a trained model on its validation or test set, or on other data
@@ -160,7 +162,7 @@ impl EvalArgs {
             false => Samples::Labelled(&self.data),
         };
         let ctx = opening(common, &model, options.ram);
-        let dataset = trained.open(samples, &ctx)?;
+        let dataset = trained.open(samples, &ctx).map_err(|failure| self.with_data_hint(failure))?;
         options.held_bytes = ctx.large_images.extra_bytes();
         let display = common.display_options(io::stderr().is_terminal());
         let bar = sample_bar(display, dataset.len() / dataset.views(), "eval");
@@ -175,6 +177,21 @@ impl EvalArgs {
             eprintln!("left out: {}", counted(evaluation.skipped as u64, "bad record"));
         }
         Ok(Exit::Done)
+    }
+}
+
+impl EvalArgs {
+    /// A run outlives its data: its sets may be gone, but not those that `--data` names.
+    fn with_data_hint(&self, failure: Failure) -> anyhow::Error {
+        match &failure {
+            Failure::Data(error) if self.data.is_empty() && error.is_not_found() => CliError {
+                exit: Exit::Data,
+                message: format!("the data of the run is not where it was: {error}"),
+                hint: Some("`--data PATH` evaluates the model on other labelled data".into()),
+            }
+            .into(),
+            _ => failure.into(),
+        }
     }
 }
 
@@ -203,6 +220,7 @@ fn lines(evaluation: &Evaluation) -> Vec<String> {
                 counted((names.len() - MAX_LISTED_CLASSES) as u64, "more class")
             ));
         }
+        lines.extend(confusion_lines(names, &metrics.confusion));
     }
     if let TaskMetrics::MultiLabel { names, metrics } = &evaluation.metrics {
         lines.push(String::new());
@@ -222,4 +240,23 @@ fn lines(evaluation: &Evaluation) -> Vec<String> {
         }
     }
     lines
+}
+
+/// Classes whose confusion matrix fits a terminal.
+const MAX_MATRIX_CLASSES: usize = 10;
+
+/// Samples by their class, in rows, and by what was predicted, in columns.
+fn confusion_lines(names: &[String], confusion: &Confusion) -> Vec<String> {
+    const WIDTH: usize = 9;
+    if names.len() > MAX_MATRIX_CLASSES {
+        return vec!["confusion matrix: `--json` has it, and the page of `trainer report`".into()];
+    }
+    let column = |name: &String| format!(" {:>WIDTH$}", name.chars().take(WIDTH).collect::<String>());
+    let header = format!("{:<18}{}", "class / predicted", names.iter().map(column).collect::<String>());
+    let row = |(name, counts): (&String, &[u64])| {
+        let counts: String = counts.iter().map(|count| format!(" {count:>WIDTH$}")).collect();
+        format!("{name:<18}{counts}")
+    };
+    let rows = names.iter().zip(confusion.rows()).map(row);
+    [String::new(), header].into_iter().chain(rows).collect()
 }

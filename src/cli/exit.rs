@@ -126,6 +126,10 @@ impl Exit {
             Failure::FolderTaken(_)
             | Failure::NotARun(_)
             | Failure::NoCheckpoint(_)
+            | Failure::NoSuchCheckpoint { .. }
+            | Failure::BadOverride(_)
+            // The weights are those of another model than the job's.
+            | Failure::ForeignCheckpoint { .. }
             | Failure::UnsupportedModel { .. }
             | Failure::Locked { .. } => Exit::Usage,
             Failure::JobChanged(_)
@@ -134,10 +138,9 @@ impl Exit {
             | Failure::DataChanged(_) => Exit::Usage,
             Failure::Io { .. } | Failure::DiskTooSmall { .. } => Exit::Failure,
             Failure::Report(_) | Failure::Tensor(_) => Exit::Failure,
-            Failure::NoWholeCheckpoint { .. }
-            | Failure::UnusableCheckpoint { .. }
-            | Failure::UnusableExport { .. }
-            | Failure::ForeignCheckpoint { .. } => Exit::Failure,
+            // The files of a trained model are the input of what uses it.
+            Failure::UnusableCheckpoint { .. } | Failure::UnusableExport { .. } => Exit::Data,
+            Failure::NoWholeCheckpoint { .. } => Exit::Failure,
         }
     }
 }

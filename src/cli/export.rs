@@ -9,14 +9,14 @@ use clap::Args;
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
-use super::eval::{ModelArgs, opening, sample_bar, session_options};
+use super::eval::{ModelArgs, counting_bar, opening, sample_bar, session_options};
 use super::{CliError, CommonArgs, Exit, print_line, start_threads};
 use crate::base::units::Bytes;
 use crate::data::Dataset;
 use crate::data::split::DatasetSplit;
 use crate::inference::export::{
     ExportError, ExportFormat, ExportOptions, ExportProgress, ExportSource, ExportSummary, QuantizedType,
-    WeightDtype, compare, export,
+    RoundedWeights, Rounding, WeightDtype, compare, export, round_matrices,
 };
 use crate::inference::quantization::calibration::calibrate;
 use crate::inference::quantization::{ActivationQuantization, ClipMethod};
@@ -41,6 +41,7 @@ Examples:
   trainer export runs/first --format hf -o exported
   trainer export runs/first --format onnx --dtype f16 -o exported
   trainer export runs/first --format gguf --quantize q4_k_m -o exported
+  trainer export runs/first --format gguf --quantize q4_0 --rounding gptq -o exported
   trainer export runs/first --format tflite --quantize int8 -o exported")]
 pub struct ExportArgs {
     #[command(flatten)]
@@ -65,7 +66,14 @@ pub struct ExportArgs {
     /// Quantize: int8 for onnx and tflite, int4 for onnx, the others for gguf
     #[arg(long, value_name = "TYPE", value_parser = quantized_types())]
     pub quantize: Option<QuantizedType>,
-    /// Samples of the training set that int8 takes the ranges of activations from [default: 512]
+    /// How weights are rounded when a gpt or llama is quantized [default: nearest]
+    #[arg(
+        long,
+        value_name = "METHOD",
+        value_parser = words::<Rounding>(Rounding::ALL.map(Rounding::name))
+    )]
+    pub rounding: Option<Rounding>,
+    /// Samples of the training set for the ranges of int8 activations [default: 512] or for gptq [default: 128]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     pub calibrate: Option<u64>,
     /// How int8 chooses the range of an activation [default: mse]
@@ -85,6 +93,8 @@ pub struct ExportArgs {
 
 /// Samples that activations are calibrated on by default.
 const CALIBRATION_SAMPLES: u64 = 512;
+/// Samples whose inputs GPTQ takes by default.
+const GPTQ_SAMPLES: u64 = 128;
 
 fn quantized_types() -> impl TypedValueParser<Value = QuantizedType> {
     words(QuantizedType::all().into_iter().map(QuantizedType::name))
@@ -108,6 +118,7 @@ impl ExportArgs {
             format: self.format,
             dtype: self.dtype,
             quantize: self.quantize,
+            rounding: self.rounding.unwrap_or_default(),
             folder: self.output.clone(),
             force: self.force,
             max_bytes: session.ram,
@@ -115,10 +126,18 @@ impl ExportArgs {
         options.check(model.job.model.kind()).map_err(cli_error)?;
         let display = common.display_options(io::stderr().is_terminal());
         let activations = self.activations(&mut model, &mut session, common)?;
+        let rounded = self.rounded(&options, &mut model, &mut session, common)?;
         let mut progress = BarProgress::new(!common.quiet && display.interactive);
-        let source = ExportSource { activations: activations.as_ref(), ..ExportSource::new(&model) };
+        let own = ExportSource::new(&model);
+        let source = ExportSource {
+            activations: activations.as_ref(),
+            weights: rounded.as_ref().map_or(own.weights, |rounded| &rounded.file),
+            scales: rounded.as_ref().map(|rounded| &rounded.scales),
+            ..own
+        };
         let written = export(&source, &options, &mut progress);
         progress.0.finish_and_clear();
+        drop(rounded);
         let mut summary = written.map_err(cli_error)?;
         match open_set(DatasetSplit::Valid, &model, &mut session, common) {
             Ok(dataset) => {
@@ -145,7 +164,9 @@ impl ExportArgs {
     ) -> anyhow::Result<Option<ActivationQuantization>> {
         let kind = model.job.model.kind();
         if !self.quantize.is_some_and(|quantized| quantized.quantizes_activations(kind)) {
-            let named = [("--calibrate", self.calibrate.is_some()), ("--clip", self.clip.is_some())];
+            let rounds = self.rounding == Some(Rounding::Gptq);
+            let named =
+                [("--calibrate", self.calibrate.is_some() && !rounds), ("--clip", self.clip.is_some())];
             return match named.into_iter().find(|(_, given)| *given) {
                 None => Ok(None),
                 Some((option, _)) => Err(CliError {
@@ -156,9 +177,7 @@ impl ExportArgs {
                 .into()),
             };
         }
-        // Without its training data a run may still have its validation set.
-        let dataset = open_set(DatasetSplit::Train, model, session, common)
-            .or_else(|_| open_set(DatasetSplit::Valid, model, session, common))?;
+        let dataset = calibration_set(model, session, common)?;
         let samples = self.calibrate.unwrap_or(CALIBRATION_SAMPLES).min(dataset.len());
         let method = self.clip.unwrap_or(ClipMethod::Mse);
         let bar = sample_bar(common.display_options(io::stderr().is_terminal()), samples, "calibrate");
@@ -166,6 +185,31 @@ impl ExportArgs {
         let found = rayon::scope(|_| calibrate(model, &dataset, samples, method, session, on_progress));
         bar.finish_and_clear();
         Ok(Some(found?))
+    }
+
+    /// The weights as GPTQ rounds them, if it does.
+    fn rounded(
+        &self,
+        options: &ExportOptions,
+        model: &mut TrainedModel,
+        session: &mut SessionOptions,
+        common: &CommonArgs,
+    ) -> anyhow::Result<Option<RoundedWeights>> {
+        if options.rounding != Rounding::Gptq {
+            return Ok(None);
+        }
+        let dataset = calibration_set(model, session, common)?;
+        let samples = self.calibrate.unwrap_or(GPTQ_SAMPLES).min(dataset.len());
+        let display = common.display_options(io::stderr().is_terminal());
+        let bar = counting_bar(display, 0, "gptq", "matrices");
+        let on_progress = |done, total| {
+            bar.set_length(total);
+            bar.set_position(done);
+        };
+        let rounded =
+            rayon::scope(|_| round_matrices(model, options, &dataset, samples, session, on_progress));
+        bar.finish_and_clear();
+        rounded.map(Some).map_err(cli_error)
     }
 
     fn finish(&self, summary: &ExportSummary, common: &CommonArgs) -> anyhow::Result<Exit> {
@@ -188,6 +232,16 @@ impl ExportArgs {
         })?;
         Ok(Exit::Done)
     }
+}
+
+/// The training set; the validation set if that cannot be opened.
+fn calibration_set(
+    model: &TrainedModel,
+    session: &mut SessionOptions,
+    common: &CommonArgs,
+) -> Result<Arc<dyn Dataset>, Failure> {
+    open_set(DatasetSplit::Train, model, session, common)
+        .or_else(|_| open_set(DatasetSplit::Valid, model, session, common))
 }
 
 fn open_set(

@@ -212,6 +212,11 @@ impl DataError {
         )
     }
 
+    /// Whether there is no such file.
+    pub fn is_not_found(&self) -> bool {
+        matches!(self, DataError::Io { source, .. } if source.kind() == io::ErrorKind::NotFound)
+    }
+
     /// Whether a single record is at fault, so that the rest of the dataset is usable.
     pub fn is_bad_record(&self) -> bool {
         matches!(

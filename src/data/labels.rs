@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Separators that a column of labels may show, the least ambiguous first.
-const SEPARATORS: [&str; 3] = ["|", ";", ","];
+const SEPARATORS: [&str; 6] = ["|", ";", ",", "/", "+", " "];
 
 /// The labels of a text, trimmed; empty ones do not count. Without a separator a text that is no list is one label.
 pub fn split(text: &str, separator: Option<&str>) -> Vec<String> {
@@ -52,8 +52,9 @@ pub enum LabelLists {
 }
 
 /// Whether the distinct values of a column are lists of labels: a separator that no name has stands between parts of a
-/// value, as in `a|b`; or every part of the values that contain a comma is a part of two values at least, as in `a,b`,
-/// `b,c`, `a`, `c`, or in `a,b`, `a`, `b`.
+/// value, as in `a|b`; or most parts of the values that contain a comma are parts of two values at least, as in `a,b`,
+/// `b,c`, `a`, `c`, or in `a,b`, `a`, `b`. Names have spaces too: with these, all parts must be, and the values are
+/// combinations of few.
 pub fn detect<'a>(values: impl Iterator<Item = &'a str> + Clone) -> Option<LabelLists> {
     let bracketed = |value: &str| value.starts_with('[') && value.ends_with(']');
     let filled = values.clone().filter(|value| !value.trim().is_empty());
@@ -63,8 +64,8 @@ pub fn detect<'a>(values: impl Iterator<Item = &'a str> + Clone) -> Option<Label
     SEPARATORS
         .into_iter()
         .find(|separator| match *separator {
-            "," => repeats_parts(filled.clone(), separator),
-            _ => filled.clone().any(|value| is_list(value, separator)),
+            "|" | ";" => filled.clone().any(|value| is_list(value, separator)),
+            _ => repeats_parts(filled.clone(), separator),
         })
         .map(LabelLists::Separated)
 }
@@ -75,16 +76,23 @@ fn is_list(text: &str, separator: &str) -> bool {
 }
 
 fn repeats_parts<'a>(values: impl Iterator<Item = &'a str> + Clone, separator: &str) -> bool {
+    const MIN_WORDS: usize = 5;
     let mut seen_in: BTreeMap<&str, u32> = BTreeMap::new();
     let mut of_lists: BTreeSet<&str> = BTreeSet::new();
+    let mut count = 0;
     for value in values {
+        count += 1;
         let parts: BTreeSet<&str> = value.split(separator).map(str::trim).collect();
         parts.iter().for_each(|part| *seen_in.entry(part).or_default() += 1);
-        if value.contains(separator) {
+        if is_list(value, separator) {
             of_lists.extend(parts);
         }
     }
-    of_lists.len() > 1 && of_lists.iter().all(|part| seen_in[part] > 1)
+    let repeated = of_lists.iter().filter(|part| seen_in[*part] > 1).count();
+    match separator {
+        " " => of_lists.len() >= MIN_WORDS && repeated == of_lists.len() && count > 2 * of_lists.len(),
+        _ => repeated > 1 && 3 * repeated >= 2 * of_lists.len(),
+    }
 }
 
 #[cfg(test)]
@@ -117,11 +125,21 @@ mod tests {
         assert_eq!(found(&["cat|pet", "dog|farm"]), Some(LabelLists::Separated("|")));
         assert_eq!(found(&["cat;pet", "dog", "cow"]), Some(LabelLists::Separated(";")));
         assert_eq!(found(&["['a']", "['a', 'b']"]), Some(LabelLists::Bracketed));
+        // One label stands in one value only.
+        assert_eq!(found(&["x, z", "x", "z", "x, w, z"]), Some(LabelLists::Separated(",")));
+        assert_eq!(found(&["Action/Comedy", "Comedy", "Action"]), Some(LabelLists::Separated("/")));
+        let words = ["haze", "clear", "water", "road", "primary"];
+        let pairs = words.iter().flat_map(|a| words.iter().map(move |b| format!("{a} {b}")));
+        let pairs: Vec<String> = pairs.collect();
+        assert_eq!(detect(pairs.iter().map(String::as_str)), Some(LabelLists::Separated(" ")));
         for values in [
             &["Paris, France", "Lyon, France", "Rome, Italy"][..],
             &["cat", "dog"],
             &["a|", "|b", ";", "x ;-)"],
             &["<=50K", ">50K"],
+            &["very good", "good", "very bad", "bad", "not very good", "not very bad"],
+            &["Iris setosa", "Iris versicolor", "Iris virginica"],
+            &["A+", "A", "B+", "B", "n/a"],
         ] {
             assert_eq!(found(values), None, "{values:?}");
         }

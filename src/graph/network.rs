@@ -360,6 +360,14 @@ impl Network {
         Ok(x)
     }
 
+    /// Runs one block in evaluation mode.
+    pub fn run_block(&self, exec: &Executor, block: usize, x: &Tensor) -> StepResult<Tensor> {
+        let _kernels = ReferenceScope::enter(exec.spec.backend.is_reference());
+        let x = ReservedTensor { value: Some(x.clone()), ..ReservedTensor::default() };
+        let (y, _) = exec.forward(&self.blocks[block].nodes, x, false, Mode::Eval, None)?;
+        y.value.ok_or_else(|| candle_core::Error::Msg("a pass without tensors".into()).into())
+    }
+
     /// Every micro-batch except the last must be a multiple of this many samples: the least common multiple over the
     /// layers.
     pub fn micro_batch_multiple(&self) -> usize {

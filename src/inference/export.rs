@@ -15,6 +15,7 @@ mod gguf;
 mod huggingface;
 mod onnx;
 mod options;
+mod rounding;
 mod safetensors_file;
 #[cfg(test)]
 mod tests;
@@ -33,7 +34,8 @@ use serde_json::{Value, json};
 pub use self::comparison::compare;
 pub use self::error::ExportError;
 pub use self::gguf::Quantization;
-pub use self::options::{ExportFormat, ExportOptions, QuantizedType, UnknownWord};
+pub use self::options::{ExportFormat, ExportOptions, QuantizedType, Rounding, UnknownWord};
+pub use self::rounding::{BlockScales, RoundedWeights, round_matrices};
 pub use self::weights::WeightDtype;
 
 use self::folded::{FoldedNetwork, Op, Restored};
@@ -41,6 +43,7 @@ use self::folder::ExportFolder;
 use self::safetensors_file::TensorHeader;
 use self::tokenizer::ExportedTokenizer;
 use self::weights::{TensorFile, TensorMapping, Transform, WeightFiles, all_specs, by_param, restore};
+use super::quantization::grid::BlockScale;
 use super::quantization::{ActivationPoints, ActivationQuantization, AffineQuantization, points};
 use super::trained_model::TrainedModel;
 use crate::base::features::{Features, InputSpec};
@@ -101,6 +104,8 @@ pub struct ExportSource<'a> {
     pub kept: Option<&'a Preprocessing>,
     /// The ranges of its activations, for an export in 8-bit integers.
     pub activations: Option<&'a ActivationQuantization>,
+    /// The scales of matrices whose values are those of the format already.
+    pub scales: Option<&'a BlockScales>,
     /// Updates that the model was trained for.
     pub step: u64,
 }
@@ -127,8 +132,14 @@ impl<'a> ExportSource<'a> {
             preprocessing: json!({ "table": preprocessing.table, "data": job.data }),
             kept: Some(preprocessing),
             activations: None,
+            scales: None,
             step: model.step,
         }
+    }
+
+    /// The scales of a parameter's blocks, (outputs, blocks), if it is rounded already.
+    fn scales(&self, param: &str) -> Option<&'a [BlockScale]> {
+        self.scales?.get(param).map(Vec::as_slice)
     }
 
     fn build(&self) -> Result<BuiltModel, ExportError> {

@@ -11,7 +11,7 @@ use std::path::Path;
 
 use serde_json::Value;
 
-use super::export::{ExportFormat, ExportOptions, ExportSource, QuantizedType, read_back};
+use super::export::{ExportFormat, ExportOptions, ExportSource, QuantizedType, Rounding, read_back};
 use super::quantization::ActivationPoints;
 use super::trained_model::{Origin, TrainedModel, with_sets};
 use crate::base::regular_file;
@@ -79,7 +79,7 @@ fn exported(folder: &Path, sets: &[String]) -> Result<TrainedModel, Failure> {
     })?;
     let weights = folder.join(file);
     let mut model = TrainedModel {
-        job: with_sets(job, folder, sets).map_err(unusable)?,
+        job: with_sets(job, folder, sets)?,
         preprocessing,
         origin: Origin::Export,
         folder: folder.to_owned(),
@@ -115,6 +115,7 @@ fn convert(
         format,
         dtype: None,
         quantize,
+        rounding: Rounding::Nearest,
         folder: model.folder.clone(),
         force: false,
         max_bytes: u64::MAX,

@@ -2,11 +2,15 @@
 //! output.
 //!
 //! [`points`] says where a network is quantized, [`calibration`] finds the ranges of its activations, and a model
-//! whose [`ActivationPoints`] are `Quantize` computes in floats what a runtime computes in integers.
+//! whose [`ActivationPoints`] are `Quantize` computes in floats what a runtime computes in integers. [`gptq`] rounds
+//! matrices onto the blocks of a format, by the [`input_products`] of their layers.
 
 pub mod blocks;
 pub mod calibration;
+pub mod gptq;
+pub mod grid;
 mod histogram;
+pub mod input_products;
 pub mod points;
 
 use std::collections::BTreeMap;
@@ -14,6 +18,7 @@ use std::sync::Arc;
 
 pub use self::histogram::ClipMethod;
 
+use self::input_products::InputProducts;
 use self::points::Observers;
 
 /// `real = scale (stored - zero_point)`, where what is stored has 8 bits.
@@ -54,6 +59,8 @@ pub enum ActivationPoints {
     None,
     Observe(Arc<Observers>),
     Quantize(Arc<ActivationQuantization>),
+    /// What linear layers take is observed.
+    Inputs(Arc<InputProducts>),
 }
 
 /// Symmetric 8-bit values of a weight with `rows` outputs, -127 to 127, and the scale of each output.

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor};
 
-use super::quantization::{ActivationPoints, points};
+use super::quantization::{ActivationPoints, input_products, points};
 use super::trained_model::TrainedModel;
 use crate::base::features::Features;
 use crate::base::units::Bytes;
@@ -97,6 +97,14 @@ pub struct Session {
     _weights: Vec<Reservation>,
 }
 
+/// A micro-batch between two blocks.
+pub(super) struct BlockInput {
+    pub x: Tensor,
+    epoch: u64,
+    ids: Vec<u64>,
+    pub lengths: Vec<u32>,
+}
+
 /// A network before its weights are loaded.
 struct Unloaded {
     network: Network,
@@ -130,6 +138,9 @@ impl Unloaded {
     fn with_points(model: &TrainedModel, features: &Features, backend: Backend) -> Result<Self, Failure> {
         let BuiltModel { mut network, layout } =
             models::build_factorized(&model.job.model, features, &model.job.ranks())?;
+        if let ActivationPoints::Inputs(products) = &model.points {
+            input_products::insert(&mut network, products);
+        }
         points::insert(&mut network, &features.input_shape(), &model.points).map_err(|point| {
             Failure::UnusableExport {
                 folder: model.folder.clone(),
@@ -320,7 +331,7 @@ impl Session {
             self.ledgers.tensors.reserve(Role::Activations, "outputs", bytes).map_err(StepError::Oom)?;
         let mut values = to_host(&logits)?;
         match &self.points {
-            ActivationPoints::None => {}
+            ActivationPoints::None | ActivationPoints::Inputs(_) => {}
             ActivationPoints::Observe(observers) => observers.add(self.network.loss.name(), &values)?,
             ActivationPoints::Quantize(all) => {
                 if let Some(quantization) = all.get(self.network.loss.name()) {
@@ -359,22 +370,47 @@ impl Session {
         let _hold = hold.map_err(StepError::Oom)?;
         self.staging.reserve_buffers(batch, features)?;
         let tensors = self.staging.to_tensors(batch, features)?;
-        let pass = PassContext {
+        let mut pass = self.pass(batch.epoch, &batch.ids, &batch.lengths);
+        pass.sample_info = tensors.sample_info.as_ref();
+        let exec = Executor { pass: Some(pass), spec, ledger, recompute_blocks: 0, offload: None };
+        Ok(run(network, &exec, &tensors)?)
+    }
+
+    fn pass<'a>(&'a self, epoch: u64, ids: &'a [u64], lengths: &'a [u32]) -> PassContext<'a> {
+        PassContext {
             store: &self.store,
             mode: Mode::Eval,
             seed: self.seed,
-            epoch: batch.epoch,
-            sample_ids: &batch.ids,
-            lengths: (!batch.lengths.is_empty()).then_some(&batch.lengths),
-            sample_info: tensors.sample_info.as_ref(),
+            epoch,
+            sample_ids: ids,
+            lengths: (!lengths.is_empty()).then_some(lengths),
+            sample_info: None,
             loss_scale: 1.0,
             tracked: None,
             cache: None,
             teacher: None,
             teacher_logits: None,
-        };
-        let exec = Executor { pass: Some(pass), spec, ledger, recompute_blocks: 0, offload: None };
-        Ok(run(network, &exec, &tensors)?)
+        }
+    }
+
+    pub(super) fn store(&self) -> &ParamStore {
+        &self.store
+    }
+
+    /// A micro-batch before its first block, on the CPU.
+    pub(super) fn block_input(&self, batch: &HostBatch) -> Result<BlockInput, Failure> {
+        self.staging.reserve_buffers(batch, &self.features)?;
+        let x = self.staging.to_tensors(batch, &self.features)?.inputs;
+        Ok(BlockInput { x, epoch: batch.epoch, ids: batch.ids.clone(), lengths: batch.lengths.clone() })
+    }
+
+    /// What a block gives for a micro-batch, on the CPU. The caller has reserved what it keeps.
+    pub(super) fn run_block(&self, block: usize, input: &BlockInput) -> Result<Tensor, Failure> {
+        let spec = MicroBatchSpec { batch: input.ids.len(), dtype: self.dtype, backend: self.backend };
+        let ledger = &self.ledgers.tensors;
+        let pass = Some(self.pass(input.epoch, &input.ids, &input.lengths));
+        let exec = Executor { pass, spec, ledger, recompute_blocks: 0, offload: None };
+        Ok(self.network.run_block(&exec, block, &input.x)?)
     }
 }
 

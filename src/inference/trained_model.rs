@@ -75,7 +75,7 @@ pub struct TrainedModel {
     /// Running statistics, if `weights` has none.
     pub statistics: PathBuf,
     pub step: u64,
-    /// Whether the run evaluated it as the best so far.
+    /// Whether the run evaluated it as its best.
     pub is_best: bool,
     pub uses_ema: bool,
     /// What happens to its activations: those of an 8-bit export are quantized.
@@ -108,7 +108,7 @@ impl TrainedModel {
             .map_err(|problem| unusable(format!("`{}`: {problem}", checkpoint::PREPROCESSING)))?;
         let job: Job = serde_json::from_value(state.job.clone())
             .map_err(|error| unusable(format!("its job cannot be read: {error}")))?;
-        let job = with_sets(job, &folder, sets).map_err(unusable)?;
+        let job = with_sets(job, &folder, sets)?;
         let average = folder.join(checkpoint::AVERAGE);
         let uses_ema = average.exists();
         let model = folder.join(checkpoint::MODEL);
@@ -118,7 +118,7 @@ impl TrainedModel {
             weights: if uses_ema { average } else { model.clone() },
             statistics: model,
             step: state.step,
-            is_best: state.best.is_some_and(|(_, step)| step == state.step),
+            is_best: best_step(&folder, &state) == Some(state.step),
             origin: Origin::Checkpoint,
             folder,
             uses_ema,
@@ -162,11 +162,11 @@ impl TrainedModel {
 }
 
 /// The job with what the command line overrides.
-pub(super) fn with_sets(job: Job, folder: &Path, sets: &[String]) -> Result<Job, String> {
+pub(super) fn with_sets(job: Job, folder: &Path, sets: &[String]) -> Result<Job, Failure> {
     match sets {
         [] => Ok(job),
         sets => Job::parse(&job.to_toml(), folder, sets)
-            .map_err(|errors| format!("its job does not take `--set`: {errors}")),
+            .map_err(|errors| Failure::BadOverride(errors.to_string())),
     }
 }
 
@@ -200,11 +200,8 @@ fn find(path: &Path, choice: CheckpointChoice) -> Result<(CheckpointState, PathB
     match step {
         Some(step) if steps.contains(&step) => verified(&checkpoints.path(step)),
         Some(step) => {
-            let problem = format!(
-                "it has no step {step}, but {}",
-                steps.iter().map(|step| format!("step-{step}")).collect::<Vec<_>>().join(", ")
-            );
-            Err(Failure::UnusableCheckpoint { folder, problem })
+            let kept = steps.iter().map(|step| format!("step-{step}")).collect();
+            Err(Failure::NoSuchCheckpoint { run: path.to_owned(), step, kept })
         }
         // One that is damaged is an error, not a reason to take another; one that diverged is passed over.
         None if !checkpoints.is_diverged(steps[0]) => verified(&checkpoints.path(steps[0])),
@@ -213,6 +210,13 @@ fn find(path: &Path, choice: CheckpointChoice) -> Result<(CheckpointState, PathB
             newest.found.ok_or(Failure::NoWholeCheckpoint { folder, skipped: newest.skipped })
         }
     }
+}
+
+/// The best step of the run of a checkpoint: an older checkpoint knows only what was the best until then.
+fn best_step(folder: &Path, state: &CheckpointState) -> Option<u64> {
+    let newest = folder.parent().and_then(|all| Checkpoints::new(all).newest_state());
+    let newest = newest.filter(|newest| newest.step >= state.step);
+    newest.as_ref().unwrap_or(state).best.map(|(_, step)| step)
 }
 
 fn verified(folder: &Path) -> Result<(CheckpointState, PathBuf), Failure> {

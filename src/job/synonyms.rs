@@ -245,6 +245,8 @@ mod tests {
             ("[optimizer]", "name", "`kind`"),
             ("[optimizer]", "wd", "`optimizer.weight_decay`"),
             ("[train]", "lr", "`lr` is a key of [optimizer]"),
+            ("[train]", "optimizer", "`optimizer.kind`"),
+            ("[train]", "lr_scheduler", "`schedule.kind`"),
             ("[train]", "dtype", "`train.precision`"),
             ("[train]", "seed", "top of the file"),
             ("[train]", "random_state", "`seed`"),

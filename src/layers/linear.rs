@@ -118,6 +118,11 @@ impl Linear {
         self.leading_dims.iter().product()
     }
 
+    /// Shape of an input sample.
+    pub fn input_shape(&self) -> Vec<usize> {
+        [self.leading_dims.as_slice(), &[self.inputs]].concat()
+    }
+
     pub fn act(&self) -> Activation {
         self.act
     }

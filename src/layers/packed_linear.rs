@@ -55,6 +55,11 @@ impl PackedLinear {
         self.projections.iter().map(projection).collect()
     }
 
+    /// Shape of an input sample.
+    pub fn input_shape(&self) -> Vec<usize> {
+        [self.leading_dims.as_slice(), &[self.inputs]].concat()
+    }
+
     /// Whether a weight, and whether a bias is trained.
     fn trained(&self) -> (bool, bool) {
         let weights = self.projections.iter().any(|(weight, _)| weight.trained);

@@ -96,6 +96,7 @@ impl Mlflow {
         let (report, outcome) = channel();
         let shared = Arc::new(Shared::default());
         let delivery = Delivery {
+            uri: uri.to_owned(),
             store: open_store(uri),
             experiment: job.name.clone(),
             run_name: folder.root.file_name().unwrap_or_default().to_string_lossy().into_owned(),
@@ -117,7 +118,7 @@ impl Mlflow {
 
 fn open_store(uri: &str) -> Box<dyn TrackingStore> {
     match sqlite::path_of(uri) {
-        Some(path) => Box::new(SqliteStore::new(uri, path)),
+        Some(path) => Box::new(SqliteStore::new(path)),
         None => Box::new(Client::new(uri)),
     }
 }
@@ -220,6 +221,7 @@ fn points(record: &EventRecord) -> Vec<MetricPoint> {
 
 /// The thread's side.
 struct Delivery {
+    uri: String,
     store: Box<dyn TrackingStore>,
     experiment: String,
     run_name: String,
@@ -299,11 +301,7 @@ impl Delivery {
     fn deliver(&mut self) -> Result<(), String> {
         let mut tracked = match self.tracked.take() {
             Some(tracked) => tracked,
-            None => {
-                let tracked = self.store.create_run(&self.experiment, &self.run_name)?;
-                tracked.write(&self.file)?;
-                tracked
-            }
+            None => TrackedRun::new(&self.uri),
         };
         let sent = self.deliver_to(&mut tracked);
         self.tracked = Some(tracked);
@@ -311,6 +309,12 @@ impl Delivery {
     }
 
     fn deliver_to(&mut self, tracked: &mut TrackedRun) -> Result<(), String> {
+        if tracked.is_new {
+            tracked.write(&self.file)?;
+            self.store.create_run(tracked, &self.experiment, &self.run_name)?;
+            tracked.is_new = false;
+            tracked.write(&self.file)?;
+        }
         if !self.is_running {
             self.store.update_run(tracked, RunStatus::Running)?;
             self.is_running = true;
@@ -372,6 +376,6 @@ mod tests {
         }
         let error = sink.finish().unwrap_err().to_string();
         assert!(error.starts_with("70,000 metrics not sent: "), "{error}");
-        assert!(!run.mlflow().exists());
+        assert!(TrackedRun::read(&run.mlflow()).unwrap().is_new);
     }
 }

@@ -89,6 +89,10 @@ pub enum Failure {
     BadRow(String),
     #[error("the run in `{}` has no checkpoint yet", .0.display())]
     NoCheckpoint(PathBuf),
+    #[error("the run in `{}` has no checkpoint of step {step}; those kept are {}", run.display(), kept.join(", "))]
+    NoSuchCheckpoint { run: PathBuf, step: u64, kept: Vec<String> },
+    #[error("the job of the model does not take `--set`: {0}")]
+    BadOverride(String),
     #[error("the checkpoint `{}` cannot be used: {problem}", folder.display())]
     UnusableCheckpoint { folder: PathBuf, problem: String },
     #[error("`{}` cannot be used as a model: {problem}", folder.display())]
@@ -224,7 +228,7 @@ impl Failure {
             Failure::NoCheckpoint(_) => {
                 Some("wait for its first checkpoint, or let it run: `checkpoint.every_steps` sets when".into())
             }
-            Failure::UnusableCheckpoint { .. } => {
+            Failure::NoSuchCheckpoint { .. } | Failure::UnusableCheckpoint { .. } => {
                 Some("`--checkpoint last` or `--checkpoint step-N` takes another one".into())
             }
             Failure::NotARun(_) => Some(

@@ -65,7 +65,7 @@ impl TensorReader {
     pub fn open_checkpoint(path: &Path) -> Result<Self, Failure> {
         Self::open(path).map_err(|error| match error.kind() {
             io::ErrorKind::InvalidData => {
-                Failure::ForeignCheckpoint { path: path.to_owned(), reason: error.to_string() }
+                Failure::UnusableExport { folder: path.to_owned(), problem: error.to_string() }
             }
             _ => Failure::io("open", path)(error),
         })

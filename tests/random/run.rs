@@ -155,8 +155,12 @@ impl ProcessResult {
     }
 }
 
-/// Peak resident bytes of a process so far.
+/// Peak resident bytes of a process so far. Until a child has called `exec`, its memory is a copy of this process.
 fn peak_resident_bytes(pid: u32) -> u64 {
+    let program = |pid: &str| fs::read_link(format!("/proc/{pid}/exe")).ok();
+    if program(&pid.to_string()) == program("self") {
+        return 0;
+    }
     let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
     let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"));
     line.and_then(|line| line.trim().strip_suffix(" kB")?.parse::<u64>().ok()).unwrap_or(0) * 1024

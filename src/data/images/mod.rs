@@ -8,6 +8,7 @@
 mod avif;
 mod bmp;
 mod class_names;
+mod combined_labels;
 mod decode;
 mod exif;
 mod header;
@@ -43,7 +44,6 @@ use self::decode::ImageDecoder;
 use self::header::ImageHeader;
 use self::listing::{Extent, ImageListing};
 use self::source_kind::ImageSourceKind;
-use super::labels::{self, LabelLists};
 use super::split::SampleKeys;
 use super::transforms::{
     Image, LargeImages, LargestImage, Pipeline, Pixels, Scratch, ScratchGuard, ScratchPool, scratch_bytes,
@@ -464,12 +464,7 @@ impl ImageFiles {
             };
             about.push(("image_size".into(), format!("{sizes} ({} probed)", counted(images, "image"))));
         }
-        let names = self.names().as_slice();
-        let shown = names.iter().map(String::as_str);
-        if !self.listing.is_multi_label()
-            && let Some(LabelLists::Separated(separator)) = labels::detect(shown)
-        {
-            let example = names.iter().find(|name| name.contains(separator)).cloned().unwrap_or_default();
+        if let Some((separator, example)) = self.combined_labels() {
             about.push((
                 warnings::WARNING.into(),
                 format!(

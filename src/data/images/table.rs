@@ -15,8 +15,15 @@ use crate::data::{DataError, files};
 pub struct LabelColumns {
     pub path: String,
     pub label: String,
-    /// What separates the labels of an image; `None` if it has one.
+    /// What separates the labels of an image; `None` if it has one, and empty if it has one whatever the labels look
+    /// like.
     pub separator: Option<String>,
+}
+
+impl LabelColumns {
+    fn allows_no_label(&self) -> bool {
+        self.separator.as_ref().is_some_and(|separator| !separator.is_empty())
+    }
 }
 
 /// Maximum line length in bytes; a longer line means the file is not a table.
@@ -90,7 +97,7 @@ fn for_each_row(
             Some(text) => match str::from_utf8(text) {
                 Ok(text) if !text.trim().is_empty() => Ok(text.trim()),
                 // An image without labels.
-                Ok(_) if column == label && columns.separator.is_some() => Ok(""),
+                Ok(_) if column == label && columns.allows_no_label() => Ok(""),
                 Ok(_) => Err(wrong(format!("column `{name}` is blank"))),
                 Err(_) => Err(wrong(format!("column `{name}` is not UTF-8 text"))),
             },

@@ -206,7 +206,7 @@ impl<'a> ColumnTyping<'a> {
         };
         let other = match place {
             Some(place) => format!("`{}` in line {} is not", place.value, place.line),
-            None => "not all: some numbers of eight digits are no date".into(),
+            None => "not all: some numbers of as many digits are no date".into(),
         };
         Err(self.wrong(
             i,

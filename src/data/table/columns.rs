@@ -11,6 +11,7 @@ use parquet::data_type::ByteArray;
 use serde::{Deserialize, Serialize};
 
 use super::column_typing::ColumnTyping;
+use super::column_warnings;
 use super::decimal::parse_decimal;
 use super::index_evidence::names_rows;
 use super::inference::ColumnInference;
@@ -388,13 +389,7 @@ pub fn select_columns(
             "add the column to `ignore`",
         ));
     }
-    let is_own = |column: &&Column| {
-        let is_date_part = matches!(column.notation, Notation::Date { .. } | Notation::Stamp { .. });
-        !column.target && column.element.is_none() && !is_date_part
-    };
-    let inputs = columns.iter().filter(is_own);
-    let mut warnings: Vec<String> =
-        inputs.filter_map(|column| input_warning(&column.name, &inferred[column.index])).collect();
+    let mut warnings = column_warnings::of_columns(&columns, inferred, &numeric);
     let mut targets = columns.iter().filter(|column| column.target && !column.weight);
     if settings.target.len() > 1
         && settings.task == TableTask::Auto
@@ -405,25 +400,6 @@ pub fn select_columns(
         );
     }
     Ok(SelectedColumns { columns, remarks: ColumnRemarks { left_out, warnings } })
-}
-
-fn input_warning(name: &str, inferred: &ColumnInference) -> Option<String> {
-    if inferred.equals_target() {
-        return Some(format!(
-            "column `{name}` equals the target in the first rows: it is no input, add it to `ignore`"
-        ));
-    }
-    if inferred.has_row_numbers() {
-        return Some(format!(
-            "column `{name}` has the row numbers of a data frame, as pandas' `reset_index` keeps them: add it to \
-             `ignore`"
-        ));
-    }
-    let rows = inferred.identifiers()?;
-    Some(format!(
-        "column `{name}` has as many values as rows, {rows} whole numbers in the first {rows} rows: if they identify \
-         the row, add it to `ignore`"
-    ))
 }
 
 /// Lists the columns and suggests the closest name.

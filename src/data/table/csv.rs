@@ -85,7 +85,7 @@ impl CsvHeader {
         let of_indices = inferred.iter_mut().zip(&self.names).filter(|(_, name)| is_index_name(name));
         of_indices.for_each(|(look, _)| look.mark_as_index());
         self.text_lists.iter().for_each(|i| inferred[*i].text_list = true);
-        inferred.iter_mut().take(MAX_WATCHED_COLUMNS).for_each(ColumnInference::watch_for_identifiers);
+        inferred.iter_mut().take(MAX_WATCHED_COLUMNS).for_each(ColumnInference::watch);
         let only_target = self.names.iter().position(|name| targets.len() == 1 && targets.contains(name));
         reader.read_names()?;
         let mut fields = RowFields::default();

@@ -5,6 +5,8 @@
 //! written.
 
 use jiff::civil::{Date, ISOWeekDate, Weekday};
+
+use super::dates::compact_month;
 use serde::{Deserialize, Serialize};
 
 /// Which number of a date such as `03/04/2021` is the day.
@@ -73,10 +75,13 @@ impl DateTime {
         if first.contains(':') {
             return Some(Self { date: None, hour: Some(parse_time(text)?) });
         }
-        // `20210304T050607`. A column of such dates without a time is one of numbers, unless all of them are dates.
-        let date = match first.len() == 8 && first.bytes().all(|byte| byte.is_ascii_digit()) {
-            true => parse_date(&format!("{}-{}-{}", &first[..4], &first[4..6], &first[6..]), order),
-            false => parse_date(first, order),
+        // `20210304T050607`. A column of such dates without a time, or of months as `202103`, is one of numbers, unless
+        // all of them are dates.
+        let digits = first.bytes().all(|byte| byte.is_ascii_digit());
+        let date = match first.len() {
+            8 if digits => parse_date(&format!("{}-{}-{}", &first[..4], &first[4..6], &first[6..]), order),
+            6 if digits => compact_month(first.parse().ok()?),
+            _ => parse_date(first, order),
         };
         let date = Some(date?);
         let hour = match rest {
@@ -402,8 +407,16 @@ mod tests {
         ] {
             assert_eq!(parts(text, day).unwrap(), [2021.0, 3.0, 4.0, 3.0, 0.0], "{text}");
         }
-        for text in ["2021-03", "Mar 2021", "March-2021", "märz 2021", "2021 Mar", "2021年3月", "2021-W09-1"]
-        {
+        for text in [
+            "2021-03",
+            "202103",
+            "Mar 2021",
+            "March-2021",
+            "märz 2021",
+            "2021 Mar",
+            "2021年3月",
+            "2021-W09-1",
+        ] {
             assert_eq!(parts(text, day).unwrap()[..3], [2021.0, 3.0, 1.0], "{text}");
         }
         for text in ["2021Q3", "2021-Q3", "Q3 2021", "2021 q3", "Q3-2021"] {
@@ -431,6 +444,8 @@ mod tests {
             "2021-W54",
             "Q 2021",
             "20211301",
+            "202113",
+            "123456",
             "W05",
             "May",
             "mon 5",

@@ -26,6 +26,13 @@ impl StampKind {
     }
 }
 
+/// The first day of the month that a number such as `202101` stands for; other numbers of six digits are none.
+pub fn compact_month(number: f64) -> Option<Date> {
+    let is_month = number.fract() == 0.0 && (190_001.0..=210_012.0).contains(&number);
+    let number = is_month.then_some(number as i32)?;
+    Date::new((number / 100) as i16, (number % 100) as i8, 1).ok()
+}
+
 /// The date that a number such as `20210102` stands for; other numbers of eight digits are none.
 pub fn compact_date(number: f64) -> Option<Date> {
     if number.fract() != 0.0 || !(19_000_101.0..=21_001_231.0).contains(&number) {
@@ -45,9 +52,10 @@ pub fn is_year_last_date(number: f64) -> bool {
     (1900..=2100).contains(&year) && (is_date(date % 100, date / 100) || is_date(date / 100, date % 100))
 }
 
-/// The part of a number such as `20210102`.
+/// The part of a number such as `20210102` or `202101`.
 pub fn compact_part(number: f64, part: DatePart) -> Option<f64> {
-    DateTime { date: Some(compact_date(number)?), hour: None }.part(part)
+    let date = compact_date(number).or_else(|| compact_month(number));
+    DateTime { date: Some(date?), hour: None }.part(part)
 }
 
 /// The part of a point in time, in seconds since 1970; `None` if the calendar does not reach it.

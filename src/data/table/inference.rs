@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeSet, HashSet};
 
+use super::coded_numbers::CodedNumbers;
 use super::columns::CellParser;
 use super::date_text::DateOrder;
 use super::dates::{self, DateColumn, DateEvidence, StampKind};
@@ -9,6 +10,7 @@ use super::decimal::parse_decimal;
 use super::index_evidence::IndexEvidence;
 use super::notation::{DecimalMark, NotationEvidence, NotationProblem, parse_plain};
 use super::quantity_forms::FormEvidence;
+use super::target_copy::TargetCopy;
 use super::units::{MANY_NUMBERS, UnitEvidence};
 use super::{CellPlace, CellValue, hash};
 use crate::data::labels::{self, LabelLists};
@@ -22,7 +24,7 @@ const NEARLY_ALL: f64 = 0.9;
 /// So are a few different texts among more than this fraction: marks of missing values.
 const MOST: f64 = 0.5;
 const FEW_TEXTS: u32 = 3;
-/// Dates of eight digits from which on they are not a coincidence.
+/// Dates of eight digits, or months of six, from which on they are not a coincidence.
 const MIN_COMPACT_DATES: usize = 3;
 const MIN_YEAR_LAST_DATES: usize = 5;
 /// Texts that stand for no value, in lower case. Those of the key `missing` are no texts here.
@@ -77,8 +79,12 @@ pub struct ColumnInference {
     pub stamp: Option<StampKind>,
     pub notation: NotationEvidence,
     dates: DateEvidence,
-    /// Numbers that are dates of eight digits.
+    /// Numbers that are dates of eight digits, and months of six.
     compact_dates: usize,
+    compact_months: usize,
+    /// The year of the first such month, and whether there are others. The months of one year are as good as numbers.
+    month_year: Option<i16>,
+    has_month_years: bool,
     /// Boxed: most of very many columns have none of these.
     units: Option<Box<UnitEvidence>>,
     forms: Option<Box<FormEvidence>>,
@@ -101,6 +107,9 @@ pub struct ColumnInference {
     /// Rows whose value is that of the target, and whether there is a row where it is not.
     same_as_target: usize,
     differs_from_target: bool,
+    /// Boxed, and only of watched columns; `None` once it is no copy.
+    target_copy: Option<Box<TargetCopy>>,
+    coded: Option<Box<CodedNumbers>>,
 }
 
 /// Columns that are watched for identifiers: their values take memory.
@@ -135,9 +144,11 @@ impl ColumnInference {
         self.is_data_frame_index = true;
     }
 
-    /// The column may hold identifiers.
-    pub fn watch_for_identifiers(&mut self) {
+    /// The column may hold identifiers, a copy of the target, or numbers that stand for something else.
+    pub fn watch(&mut self) {
         self.whole_numbers = Some(HashSet::new());
+        self.target_copy = Some(Box::default());
+        self.coded = Some(Box::default());
     }
 
     /// Compares the value with that of the target in the same row.
@@ -146,6 +157,19 @@ impl ColumnInference {
             true => self.same_as_target += 1,
             false => self.differs_from_target = true,
         }
+        if self.target_copy.as_mut().is_some_and(|copy| !copy.observe(cell, target)) {
+            self.target_copy = None;
+        }
+    }
+
+    /// Number of values, if each goes with one value of the target.
+    pub fn copied_values(&self) -> Option<usize> {
+        self.target_copy.as_ref()?.values()
+    }
+
+    /// What is suspicious about its numbers.
+    pub fn number_warning(&self, name: &str) -> Option<String> {
+        self.coded.as_ref().filter(|_| !self.has_text)?.warning(name)
     }
 
     /// Whether every value was that of the target.
@@ -171,7 +195,8 @@ impl ColumnInference {
             CellValue::Number(x) => {
                 self.numbers += 1;
                 self.has_fraction |= x.fract() != 0.0;
-                self.compact_dates += usize::from(dates::compact_date(x).is_some());
+                self.observe_coded(x);
+                self.observe_compact(x);
                 if let Some(index) = &mut self.index {
                     index.observe(&x.to_le_bytes(), Some(x));
                 }
@@ -202,6 +227,28 @@ impl ColumnInference {
         Some(super::display_value(most.as_bytes()))
     }
 
+    /// Adds a number that may be a date of eight digits or a month of six.
+    fn observe_compact(&mut self, number: f64) {
+        if let Some(month) = dates::compact_month(number) {
+            self.compact_months += 1;
+            self.has_month_years |= self.month_year.is_some_and(|year| year != month.year());
+            self.month_year = Some(month.year());
+        } else {
+            self.compact_dates += usize::from(dates::compact_date(number).is_some());
+        }
+    }
+
+    fn observe_coded(&mut self, number: f64) {
+        if let Some(coded) = &mut self.coded {
+            coded.observe(number);
+        }
+    }
+
+    /// Numbers that are dates.
+    fn compact_count(&self) -> usize {
+        self.compact_dates + if self.has_month_years { self.compact_months } else { 0 }
+    }
+
     fn observe_whole_number(&mut self, hash: u64) {
         if let Some(seen) = &mut self.whole_numbers
             && (self.has_fraction || !seen.insert(hash))
@@ -218,7 +265,11 @@ impl ColumnInference {
         }
         let was_open = self.notation.conflict().is_none() && !self.notation.is_ambiguous();
         if let Some(number) = plain {
-            self.compact_dates += usize::from(text.len() == 8 && dates::compact_date(number).is_some());
+            self.observe_coded(number);
+            // `202103.0` is a number.
+            if matches!(text.len(), 6 | 8) && text.iter().all(u8::is_ascii_digit) {
+                self.observe_compact(number);
+            }
             self.year_last_dates += usize::from(text.len() == 8 && dates::is_year_last_date(number));
             self.notation.observe_plain(text);
         } else if !self.notation.observe(text) {
@@ -258,12 +309,12 @@ impl ColumnInference {
     pub fn date_column(&self, stated: Option<DateOrder>) -> Option<DateColumn> {
         match self.stamp {
             Some(kind) => Some(DateColumn::Stamps(kind)),
-            None if self.compact_dates == 0 => self.dates.column(self.values, stated),
+            None if self.compact_count() == 0 => self.dates.column(self.values, stated),
             None => {
-                let enough = self.compact_dates + self.dates.count >= MIN_COMPACT_DATES;
-                let is_whole = self.compact_dates + self.dates.count == self.values;
+                let enough = self.compact_count() + self.dates.count >= MIN_COMPACT_DATES;
+                let is_whole = self.compact_count() + self.dates.count == self.values;
                 self.dates
-                    .with_compact(self.compact_dates)
+                    .with_compact(self.compact_count())
                     .column(self.values, stated)
                     .filter(|_| enough && is_whole)
             }
@@ -297,10 +348,10 @@ impl ColumnInference {
 
     /// Whether some values, but not all, are dates: most, or all but a few texts.
     pub fn has_stray_date(&self) -> bool {
-        let dates = self.dates.count + self.compact_dates;
+        let dates = self.dates.count + self.compact_count();
         let is_most = |least: f64| dates as f64 >= least * self.values as f64;
-        // Numbers of eight digits are dates only if they are nearly all.
-        let enough = if self.compact_dates > 0 {
+        // Numbers of eight or six digits are dates only if they are nearly all.
+        let enough = if self.compact_count() > 0 {
             dates >= MIN_COMPACT_DATES && is_most(NEARLY_ALL)
         } else {
             dates > 1

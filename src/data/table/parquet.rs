@@ -190,7 +190,7 @@ impl ParquetFiles {
             }
             let only_target =
                 single.iter().position(|i| targets.len() == 1 && targets.contains(&self.names[*i]));
-            inferred.iter_mut().take(MAX_WATCHED_COLUMNS).for_each(ColumnInference::watch_for_identifiers);
+            inferred.iter_mut().take(MAX_WATCHED_COLUMNS).for_each(ColumnInference::watch);
             let selection = LeafSelection::new(self.leaf_count, single.iter().map(|i| (*i, None)));
             let mut rows = self.open_row_group(group, selection)?;
             let mut left = SAMPLE_ROWS;

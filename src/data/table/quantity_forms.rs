@@ -1,5 +1,7 @@
-//! Texts that stand for quantities which no column of numbers can hold as they are written: durations, lists, fractions.
+//! Texts that stand for quantities which no column of numbers can hold as they are written: durations, lists, fractions,
+//! ranges.
 
+use super::units::MANY_NUMBERS;
 use super::{CellPlace, hash};
 
 /// Distinct values from which on fractions are taken for measurements and not for names of sizes.
@@ -13,6 +15,8 @@ enum QuantityForm {
     List,
     /// `3/4`, `1 1/2`.
     Fraction,
+    /// `10-20`, `1.5 to 2`. A few are names of groups.
+    Range,
 }
 
 impl QuantityForm {
@@ -25,6 +29,7 @@ impl QuantityForm {
             () if text.len() > MAX_BYTES || !text.bytes().any(|byte| byte.is_ascii_digit()) => None,
             () if is_clock(text) || has_units_of_time(text) => Some(Self::Duration),
             () if is_fraction(text) => Some(Self::Fraction),
+            () if is_range(text) => Some(Self::Range),
             () => None,
         }
     }
@@ -34,6 +39,7 @@ impl QuantityForm {
             Self::Duration => "durations",
             Self::List => "lists",
             Self::Fraction => "fractions",
+            Self::Range => "ranges",
         }
     }
 }
@@ -86,6 +92,15 @@ fn is_fraction(text: &str) -> bool {
     both && is_digits(whole.trim_start_matches('-'))
 }
 
+/// Two numbers, the smaller one first.
+fn is_range(text: &str) -> bool {
+    let number =
+        |text: &str| text.trim().trim_start_matches(['$', '€', '£']).replace(',', "").parse::<f64>().ok();
+    let is_ordered =
+        |(low, high): (&str, &str)| number(low).zip(number(high)).is_some_and(|(low, high)| low < high);
+    ["-", "–", "—", " to ", ".."].iter().any(|between| text.split_once(between).is_some_and(is_ordered))
+}
+
 /// What the first rows show about such texts in one column.
 #[derive(Clone, Debug)]
 pub struct FormEvidence {
@@ -109,7 +124,12 @@ impl FormEvidence {
 
     /// What the texts are, and the first of them, if they are `least` at least.
     pub fn found(&self, least: f64) -> Option<(&'static str, &CellPlace)> {
-        let enough = self.form != QuantityForm::Fraction || self.hashes.count_ones() >= MIN_FRACTIONS;
+        let least_distinct = match self.form {
+            QuantityForm::Fraction => MIN_FRACTIONS,
+            QuantityForm::Range => MANY_NUMBERS,
+            QuantityForm::Duration | QuantityForm::List => 1,
+        };
+        let enough = self.hashes.count_ones() >= least_distinct;
         (enough && self.count as f64 >= least).then_some((self.form.name(), &self.first))
     }
 }
@@ -136,8 +156,13 @@ mod tests {
         for text in ["3/4", "1 1/2", "120/80"] {
             assert_eq!(of(text), Some(QuantityForm::Fraction), "{text}");
         }
+        for text in ["10-20", "1.5 – 2", "$1,000-$2,000", "5 to 10", "1..3"] {
+            assert_eq!(of(text), Some(QuantityForm::Range), "{text}");
+        }
         assert_eq!(of("[1, 2]"), Some(QuantityForm::List));
-        for text in ["5 kg", "2h", "a:b", "1/2/2021", "A1/2", "10-20", "cat", "1:2:3:4", "1 2", ""] {
+        for text in
+            ["5 kg", "2h", "a:b", "1/2/2021", "A1/2", "20-10", "1-2-3", "a-b", "cat", "1:2:3:4", "1 2", ""]
+        {
             assert_eq!(of(text), None, "{text}");
         }
     }

@@ -3,7 +3,7 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
-use super::options::{ExportFormat, INT8_KINDS, QuantizedType};
+use super::options::{ExportFormat, GPTQ_KINDS, INT8_KINDS, QuantizedType};
 use crate::base::units::Bytes;
 use crate::models::ModelError;
 use crate::train::Failure;
@@ -18,6 +18,8 @@ pub enum ExportError {
     QuantizationFormat { quantized: QuantizedType, format: ExportFormat },
     #[error("`--quantize {}` has no form for a `{kind}` model", quantized.name())]
     QuantizationKind { quantized: QuantizedType, kind: &'static str },
+    #[error("`--rounding gptq` has no form for {}", rounding_case(*quantized, kind))]
+    Rounding { quantized: Option<QuantizedType>, kind: &'static str },
     #[error("the activations of `{point}` were not calibrated")]
     Uncalibrated { point: String },
     #[error("`--dtype {dtype}` and `--quantize {quantization}` exclude each other")]
@@ -57,6 +59,13 @@ pub enum ExportError {
     Tensor(#[from] candle_core::Error),
 }
 
+fn rounding_case(quantized: Option<QuantizedType>, kind: &str) -> String {
+    match quantized {
+        None => "weights that are not quantized".into(),
+        Some(quantized) => format!("a `{kind}` model in `{}`", quantized.name()),
+    }
+}
+
 impl ExportError {
     /// For `map_err`: what was attempted on which path.
     pub(super) fn io(what: &'static str, path: impl Into<PathBuf>) -> impl FnOnce(io::Error) -> Self {
@@ -76,6 +85,7 @@ impl ExportError {
                 | Self::Factorized { .. }
                 | Self::QuantizationFormat { .. }
                 | Self::QuantizationKind { .. }
+                | Self::Rounding { .. }
                 | Self::TwoTypes { .. }
                 | Self::UnsupportedLayer { .. }
                 | Self::UnsupportedDtype { .. }
@@ -117,6 +127,17 @@ impl ExportError {
                     format!("`int8` works for {}; `--dtype f16` halves this model", INT8_KINDS.join(", "))
                 }
             }),
+            Self::Rounding { kind, .. } => {
+                let names: Vec<&str> = QuantizedType::all()
+                    .into_iter()
+                    .filter(|quantized| quantized.supports_gptq(kind))
+                    .map(QuantizedType::name)
+                    .collect();
+                Some(match names.is_empty() {
+                    true => format!("it rounds {} models", GPTQ_KINDS.join(" and ")),
+                    false => format!("it rounds a `{kind}` model with `--quantize` {}", names.join(", ")),
+                })
+            }
             Self::UnsupportedLayer { .. } | Self::TooLarge { .. } => {
                 Some("`--format onnx` has a form for every model".into())
             }

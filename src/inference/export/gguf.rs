@@ -1,6 +1,7 @@
 //! GGUF files, which llama.cpp runs: `gpt` models as its `gpt2` architecture and `llama` models as `llama`, with the
 //! tokenizer and the chat template in the same file.
 
+mod blocks;
 mod container;
 mod quantization;
 mod vocabulary;
@@ -12,6 +13,7 @@ use candle_core::quantized::gguf_file::Content;
 use candle_core::quantized::{GgmlDType, QTensor};
 use candle_core::{Device, Tensor};
 
+pub(super) use self::blocks::grid;
 pub use self::quantization::Quantization;
 
 use self::container::{GgufWriter, MetadataValue, TensorEntry};
@@ -40,7 +42,7 @@ pub(super) fn write(
     progress: &mut dyn ExportProgress,
 ) -> Result<Vec<String>, ExportError> {
     let mappings = mappings(source.model, &built.layout);
-    let rule = TypeRule::new(options.blocks(), options.dtype(), layers(source.model), &mappings);
+    let rule = type_rule(source.model, options, &mappings);
     let entries: Vec<TensorEntry> = mappings
         .iter()
         .map(|mapping| TensorEntry {
@@ -60,14 +62,35 @@ pub(super) fn write(
         if entry.dtype == GgmlDType::F16 {
             check_f16(&mapping.param, &values)?;
         }
-        let tensor = Tensor::from_vec(values, entry.shape.as_slice(), &Device::Cpu)?;
-        let blocks = QTensor::quantize(&tensor, entry.dtype)?;
-        drop(tensor);
-        writer.tensor(entry, &blocks.data()?)?;
+        match (source.scales(&mapping.param), grid(entry.dtype)) {
+            (Some(scales), Some(grid)) => {
+                writer.tensor(entry, &blocks::encode(&values, &mapping.reorder_outputs(scales), grid))?;
+            }
+            _ => {
+                let tensor = Tensor::from_vec(values, entry.shape.as_slice(), &Device::Cpu)?;
+                let blocks = QTensor::quantize(&tensor, entry.dtype)?;
+                drop(tensor);
+                writer.tensor(entry, &blocks.data()?)?;
+            }
+        }
         progress.tensor_written(&entry.name, entry.bytes());
     }
     writer.finish()?;
     Ok(notes)
+}
+
+fn type_rule(model: &ModelConfig, options: &ExportOptions, mappings: &[TensorMapping]) -> TypeRule {
+    TypeRule::new(options.blocks(), options.dtype(), layers(model), mappings)
+}
+
+/// The types of the tensors of a file.
+pub(super) fn dtypes(
+    model: &ModelConfig,
+    options: &ExportOptions,
+    mappings: &[TensorMapping],
+) -> Vec<GgmlDType> {
+    let rule = type_rule(model, options, mappings);
+    mappings.iter().map(|mapping| rule.dtype(mapping)).collect()
 }
 
 fn layers(model: &ModelConfig) -> usize {

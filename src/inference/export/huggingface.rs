@@ -253,6 +253,7 @@ mod tests {
                 preprocessing: Value::Null,
                 kept: None,
                 activations: None,
+                scales: None,
                 step: 0,
             };
             image_processor(&source, &[16, 16, 3])

@@ -66,7 +66,7 @@ pub(super) fn write(
         let tensors: Vec<BlockTensor> =
             weights.iter().flat_map(|weight| BlockTensor::of(weight, bits)).collect();
         let initializers: Vec<Initializer> = tensors.iter().map(BlockTensor::initializer).collect();
-        let mut encode = |at: usize| tensors[at].encode(&files);
+        let mut encode = |at: usize| tensors[at].encode(source, &files);
         file::write(head, &initializers, &mut encode, limit, folder, progress)?;
         return Ok(vec![format!("matrices are quantized in blocks of {BLOCK}; the graph computes in f32")]);
     }

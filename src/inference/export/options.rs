@@ -100,6 +100,35 @@ impl FromStr for ClipMethod {
     }
 }
 
+/// How a weight becomes one of the values that the format has.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Rounding {
+    /// The nearest.
+    #[default]
+    Nearest,
+    /// The one that changes the outputs of its layer least on samples of the training set.
+    Gptq,
+}
+
+impl Rounding {
+    pub const ALL: [Self; 2] = [Self::Nearest, Self::Gptq];
+
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Nearest => "nearest",
+            Self::Gptq => "gptq",
+        }
+    }
+}
+
+impl FromStr for Rounding {
+    type Err = UnknownWord;
+
+    fn from_str(word: &str) -> Result<Self, UnknownWord> {
+        by_name(word, &Self::ALL, Self::name)
+    }
+}
+
 /// What a model is quantized to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum QuantizedType {
@@ -148,6 +177,16 @@ impl QuantizedType {
         self == Self::Int8 && INT8_KINDS.contains(&kind)
     }
 
+    /// Whether matrices of a model of this kind can be rounded onto it by GPTQ: it must know their values before they
+    /// are encoded, and the scales of `q4_k` and its like are quantized too.
+    pub fn supports_gptq(self, kind: &str) -> bool {
+        let has_grid = match self {
+            Self::Int8 | Self::Int4 => true,
+            Self::Gguf(quantization) => quantization.has_grid(),
+        };
+        has_grid && GPTQ_KINDS.contains(&kind)
+    }
+
     /// Those of a format.
     pub fn of_format(format: ExportFormat) -> impl Iterator<Item = Self> {
         Self::all().into_iter().filter(move |quantized| quantized.formats().contains(&format))
@@ -160,6 +199,9 @@ pub(super) const INT8_KINDS: [&str; 4] = ["mlp", "cnn", "resnet", "mobilenet"];
 /// Models whose matrices are quantized in blocks.
 const BLOCK_KINDS: [&str; 4] = ["gpt", "llama", "bert", "vit"];
 
+/// Models whose matrices GPTQ rounds.
+pub(super) const GPTQ_KINDS: [&str; 2] = ["gpt", "llama"];
+
 /// What to export to.
 #[derive(Clone, Debug)]
 pub struct ExportOptions {
@@ -167,6 +209,7 @@ pub struct ExportOptions {
     /// Without it, f16 for GGUF and f32 elsewhere.
     pub dtype: Option<WeightDtype>,
     pub quantize: Option<QuantizedType>,
+    pub rounding: Rounding,
     pub folder: PathBuf,
     /// Replace a folder that has content.
     pub force: bool,
@@ -193,7 +236,11 @@ impl ExportOptions {
         if !self.format.supports(kind) {
             return Err(ExportError::UnsupportedPair { kind, format: self.format });
         }
+        let rounds = |quantized: QuantizedType| quantized.supports_gptq(kind);
         match (self.quantize, self.dtype) {
+            _ if self.rounding == Rounding::Gptq && !self.quantize.is_some_and(rounds) => {
+                Err(ExportError::Rounding { quantized: self.quantize, kind })
+            }
             (Some(quantized), _) if !quantized.formats().contains(&self.format) => {
                 Err(ExportError::QuantizationFormat { quantized, format: self.format })
             }

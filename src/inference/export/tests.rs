@@ -5,6 +5,7 @@
 
 mod case;
 mod integers;
+mod rounded;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;

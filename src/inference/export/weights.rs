@@ -188,10 +188,18 @@ impl TensorMapping {
                 let width: usize = self.param_shape[1..].iter().product();
                 values[rows.start * width..rows.end * width].to_vec()
             }
-            Transform::InterleaveHalves { heads } => {
-                permute_halves(&values, *heads, self.param_shape[0], |row, half| row % 2 * half + row / 2)
-            }
+            Transform::InterleaveHalves { .. } => self.reorder_outputs(&values),
             Transform::Permute(axes) => permute(&values, &self.param_shape, *axes),
+        }
+    }
+
+    /// What belongs to the outputs of the parameter, (outputs, any), in the order of the exported ones.
+    pub(super) fn reorder_outputs<T: Copy>(&self, values: &[T]) -> Vec<T> {
+        match &self.transform {
+            Transform::InterleaveHalves { heads } => {
+                permute_halves(values, *heads, self.param_shape[0], |row, half| row % 2 * half + row / 2)
+            }
+            _ => values.to_vec(),
         }
     }
 
@@ -231,12 +239,12 @@ fn transpose(values: &[f32], cols: usize) -> Vec<f32> {
 }
 
 /// Reorders the rows of each head: row `i` is taken from row `source(i, half the rows of a head)`.
-fn permute_halves(
-    values: &[f32],
+fn permute_halves<T: Copy>(
+    values: &[T],
     heads: usize,
     rows: usize,
     source: impl Fn(usize, usize) -> usize,
-) -> Vec<f32> {
+) -> Vec<T> {
     let (width, head) = (values.len() / rows.max(1), rows / heads);
     (0..rows)
         .flat_map(|row| {

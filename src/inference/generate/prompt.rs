@@ -35,7 +35,8 @@ impl PromptTooLong {
                 format!(", or generate at most {} (`--max-tokens {left}`)", counted(left as u64, "token"))
             }
         };
-        format!("shorten the prompt, keep only its end with `--truncate-prompt`{fewer}")
+        let or = if fewer.is_empty() { "or " } else { "" };
+        format!("shorten the prompt, {or}keep only its end with `--truncate-prompt`{fewer}")
     }
 }
 

@@ -41,13 +41,20 @@ impl BlockLayout {
 /// Scales of 4 bits that are tried, as fractions of the one that represents the largest value.
 const FRACTIONS: [f32; 8] = [1.0, 0.96, 0.92, 0.88, 0.84, 0.8, 0.75, 0.7];
 
+/// The largest integer of these bits; the smallest is its negative.
+fn largest_integer(bits: BlockBits) -> f32 {
+    if bits == BlockBits::Four { 7.0 } else { 127.0 }
+}
+
+fn rounded(value: f32, scale: f32, most: f32) -> f32 {
+    (value / scale).round_ties_even().clamp(-most, most)
+}
+
 /// The integers of a matrix and the scales of its blocks. With 4 bits a scale is the one with the least squared error
 /// among a few that clip the largest values.
 pub fn quantize(values: &[f32], layout: BlockLayout, bits: BlockBits) -> (Vec<i8>, Vec<f32>) {
-    let (most, fractions): (f32, &[f32]) = match bits {
-        BlockBits::Four => (7.0, &FRACTIONS),
-        BlockBits::Eight => (127.0, &FRACTIONS[..1]),
-    };
+    let most = largest_integer(bits);
+    let fractions = if bits == BlockBits::Four { &FRACTIONS[..] } else { &FRACTIONS[..1] };
     let blocks = layout.scale_shape().iter().product();
     let mut largest = vec![0f32; blocks];
     for (at, value) in values.iter().enumerate() {
@@ -58,7 +65,6 @@ pub fn quantize(values: &[f32], layout: BlockLayout, bits: BlockBits) -> (Vec<i8
         let scale = fraction * largest / most;
         if scale.is_normal() { scale } else { 1.0 }
     };
-    let rounded = |value: f32, scale: f32| (value / scale).round_ties_even().clamp(-most, most);
     let mut best: Vec<(f32, f32)> =
         largest.iter().map(|largest| (f32::INFINITY, scale(*largest, 1.0))).collect();
     for fraction in fractions {
@@ -66,7 +72,7 @@ pub fn quantize(values: &[f32], layout: BlockLayout, bits: BlockBits) -> (Vec<i8
         for (at, value) in values.iter().enumerate() {
             let block = layout.scale_index(at);
             let scale = scale(largest[block], *fraction);
-            errors[block] += (rounded(*value, scale) * scale - value).powi(2);
+            errors[block] += (rounded(*value, scale, most) * scale - value).powi(2);
         }
         for (block, error) in errors.into_iter().enumerate() {
             if error < best[block].0 {
@@ -75,12 +81,14 @@ pub fn quantize(values: &[f32], layout: BlockLayout, bits: BlockBits) -> (Vec<i8
         }
     }
     let scales: Vec<f32> = best.into_iter().map(|(_, scale)| scale).collect();
-    let integers = values
-        .iter()
-        .enumerate()
-        .map(|(at, value)| rounded(*value, scales[layout.scale_index(at)]) as i8)
-        .collect();
-    (integers, scales)
+    (integers(values, &scales, layout, bits), scales)
+}
+
+/// The integers of a matrix whose blocks have these scales.
+pub fn integers(values: &[f32], scales: &[f32], layout: BlockLayout, bits: BlockBits) -> Vec<i8> {
+    let most = largest_integer(bits);
+    let integer = |(at, value): (usize, &f32)| rounded(*value, scales[layout.scale_index(at)], most) as i8;
+    values.iter().enumerate().map(integer).collect()
 }
 
 /// The values that integers stand for.
@@ -130,6 +138,8 @@ mod tests {
                     let step = scales[layout.scale_index(at)];
                     assert!((restored[at] - value).abs() <= clips * step, "{value} {}", restored[at]);
                 }
+                // Values of the grid stay what they are.
+                assert!(super::integers(&restored, &scales, layout, bits) == integers);
                 assert_eq!(unpack(&pack(&[-7, 7, 0, -1, 5]), 5), [-7, 7, 0, -1, 5]);
             }
         }

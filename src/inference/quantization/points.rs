@@ -166,7 +166,7 @@ impl PointInsertion<'_> {
     fn point(&mut self, name: &str, shape: Vec<usize>) -> Option<Node> {
         self.names.push(name.to_owned());
         let action = match self.points {
-            ActivationPoints::None => return None,
+            ActivationPoints::None | ActivationPoints::Inputs(_) => return None,
             ActivationPoints::Observe(observers) => PointAction::Observe(observers.clone()),
             ActivationPoints::Quantize(all) => match all.get(name) {
                 Some(quantization) => PointAction::Quantize(*quantization),

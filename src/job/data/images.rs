@@ -92,7 +92,7 @@ pub struct ImagesConfig {
     pub label_column: String,
     /// What separates the labels of an image with any number of them, as `|` does in `red|round`; an empty cell of a
     /// table has none. A label of a tar file that is a list, in `NAME.json`, needs no separator. Without this key an
-    /// image has one class.
+    /// image has one class, and a table whose labels look like lists is refused; `""` says that each text is one class.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub label_separator: Option<String>,
     /// How samples of `train` are assigned to the validation and the test set.

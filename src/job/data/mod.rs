@@ -77,7 +77,8 @@ impl SourceConfig {
             Self::Csv(CsvConfig { columns, .. })
             | Self::Json(JsonConfig { columns, .. })
             | Self::Parquet(ParquetConfig { columns, .. }) => columns.label_separator.as_deref(),
-            Self::Images(s) => s.label_separator.as_deref(),
+            // An empty one says that each text is one class.
+            Self::Images(s) => s.label_separator.as_deref().filter(|separator| !separator.is_empty()),
             _ => None,
         }
     }

@@ -13,8 +13,8 @@ pub(super) const KEYS: &[(&str, &str, &str)] = &[
     ("optimizer.weight_decay", "", "weight_decay wd"),
     ("optimizer.betas", BETAS, "beta1 beta2 beta_1 beta_2 adam_beta1 adam_beta2"),
     ("optimizer.eps", "", "epsilon adam_epsilon"),
-    ("optimizer.kind", "", "optimizer_type optimizer_name solver"),
-    ("schedule.kind", "", "lr_scheduler_type lr_schedule"),
+    ("optimizer.kind", "", "optimizer_type optimizer_name solver optimizer optim"),
+    ("schedule.kind", "", "lr_scheduler_type lr_schedule lr_scheduler scheduler"),
     ("schedule.warmup_steps", "", "warmup warmup_iters num_warmup_steps lr_warmup_steps"),
     (
         "schedule.warmup_fraction",

@@ -6,6 +6,9 @@ use serde_json::{Value, json};
 
 use super::tracked_run::{MetricPoint, RunStatus, TrackedRun, TrackingStore, now_ms, tags};
 
+/// The tag with our id of a run: a server chooses its own.
+const ID_TAG: &str = "trainer.run_id";
+
 /// Parameters of one request.
 const MAX_PARAMETERS: usize = 100;
 
@@ -60,8 +63,8 @@ impl Client {
 }
 
 impl TrackingStore for Client {
-    fn create_run(&self, experiment: &str, name: &str) -> Result<TrackedRun, String> {
-        let experiment_id = match self.experiment(experiment)? {
+    fn create_run(&self, run: &mut TrackedRun, experiment: &str, name: &str) -> Result<(), String> {
+        run.experiment_id = match self.experiment(experiment)? {
             Some(id) => id,
             None => match self.call("experiments/create", &json!({ "name": experiment })) {
                 Ok(created) => text(&created["experiment_id"]),
@@ -69,16 +72,27 @@ impl TrackingStore for Client {
                 Err(error) => self.experiment(experiment)?.ok_or(error)?,
             },
         };
-        let tags: Vec<Value> =
-            tags().iter().map(|(key, value)| json!({ "key": key, "value": value })).collect();
-        let body =
-            json!({ "experiment_id": experiment_id, "run_name": name, "start_time": now_ms(), "tags": tags });
-        let created = self.call("runs/create", &body)?;
-        let run_id = text(&created["run"]["info"]["run_id"]);
+        let filter = format!("tags.\"{ID_TAG}\" = '{}'", run.run_id);
+        let body = json!({ "experiment_ids": [run.experiment_id], "filter": filter, "max_results": 1 });
+        let known = self.call("runs/search", &body)?;
+        let known = match known["runs"].get(0) {
+            Some(known) => known.clone(),
+            None => {
+                let tags = tags().into_iter().chain([(ID_TAG, run.run_id.as_str())]);
+                let tags: Vec<Value> =
+                    tags.map(|(key, value)| json!({ "key": key, "value": value })).collect();
+                let body = json!({
+                    "experiment_id": run.experiment_id, "run_name": name, "start_time": now_ms(), "tags": tags,
+                });
+                self.call("runs/create", &body)?["run"].clone()
+            }
+        };
+        let run_id = text(&known["info"]["run_id"]);
         if run_id.is_empty() {
             return Err(format!("`{}` is not an MLflow server: it created no run", self.uri));
         }
-        Ok(TrackedRun::new(&self.uri, experiment_id, run_id))
+        run.run_id = run_id;
+        Ok(())
     }
 
     fn log_parameters(&self, run: &TrackedRun, parameters: &[(String, String)]) -> Result<(), String> {

@@ -44,7 +44,6 @@ const COLUMNS: [(&str, &[&str]); 6] = [
 ];
 
 pub struct SqliteStore {
-    uri: String,
     path: PathBuf,
 }
 
@@ -66,8 +65,8 @@ pub fn path_of(uri: &str) -> Option<&Path> {
 }
 
 impl SqliteStore {
-    pub fn new(uri: &str, path: &Path) -> Self {
-        Self { uri: uri.to_owned(), path: path.to_owned() }
+    pub fn new(path: &Path) -> Self {
+        Self { path: path.to_owned() }
     }
 
     /// Runs `body` in a transaction, in which nobody else writes.
@@ -159,8 +158,14 @@ fn must_have_changed(changed: usize, run: &TrackedRun) -> Result<(), StoreError>
 }
 
 impl TrackingStore for SqliteStore {
-    fn create_run(&self, experiment: &str, name: &str) -> Result<TrackedRun, String> {
+    fn create_run(&self, run: &mut TrackedRun, experiment: &str, name: &str) -> Result<(), String> {
         self.call(|file| {
+            let known = "SELECT experiment_id FROM runs WHERE run_uuid = ?";
+            let known: Option<i64> = file.query_row(known, [&run.run_id], |row| row.get(0)).optional()?;
+            if let Some(experiment_id) = known {
+                run.experiment_id = experiment_id.to_string();
+                return Ok(());
+            }
             let known = "SELECT experiment_id, lifecycle_stage = 'deleted' FROM experiments WHERE name = ?";
             let known = file.query_row(known, [experiment], |row| Ok((row.get(0)?, row.get(1)?)));
             let experiment_id: i64 = match known.optional()? {
@@ -172,8 +177,8 @@ impl TrackingStore for SqliteStore {
                 }
                 None => self.create_experiment(file, None, experiment)?,
             };
-            let run_id: String = file.query_row("SELECT lower(hex(randomblob(16)))", [], |row| row.get(0))?;
-            let artifacts = self.artifacts().join(experiment_id.to_string()).join(&run_id).join("artifacts");
+            let run_id = &run.run_id;
+            let artifacts = self.artifacts().join(experiment_id.to_string()).join(run_id).join("artifacts");
             file.execute(
                 "INSERT INTO runs (run_uuid, name, source_type, source_name, entry_point_name, user_id, status,
                      start_time, source_version, lifecycle_stage, artifact_uri, experiment_id)
@@ -186,7 +191,8 @@ impl TrackingStore for SqliteStore {
                     params![key, value, run_id],
                 )?;
             }
-            Ok(TrackedRun::new(&self.uri, experiment_id.to_string(), run_id))
+            run.experiment_id = experiment_id.to_string();
+            Ok(())
         })
     }
 
@@ -247,7 +253,12 @@ mod tests {
     use super::*;
 
     fn store(folder: &Path) -> SqliteStore {
-        SqliteStore::new("sqlite:///mlflow.db", &folder.join("mlflow.db"))
+        SqliteStore::new(&folder.join("mlflow.db"))
+    }
+
+    fn create(store: &SqliteStore, experiment: &str, name: &str) -> Result<TrackedRun, String> {
+        let mut run = TrackedRun::new("sqlite:///mlflow.db");
+        store.create_run(&mut run, experiment, name).map(|()| run)
     }
 
     fn rows<R: rusqlite::types::FromSql>(store: &SqliteStore, query: &str) -> Vec<R> {
@@ -264,8 +275,12 @@ mod tests {
     fn a_new_file_gets_the_tables_and_a_run_in_its_experiment() {
         let folder = tempfile::tempdir().unwrap();
         let store = store(folder.path());
-        let run = store.create_run("one", "a").unwrap();
-        assert_eq!(store.create_run("one", "b").unwrap().experiment_id, run.experiment_id);
+        let mut run = create(&store, "one", "a").unwrap();
+        assert_eq!(create(&store, "one", "b").unwrap().experiment_id, run.experiment_id);
+        let known = std::mem::take(&mut run.experiment_id);
+        store.create_run(&mut run, "one", "a").unwrap();
+        assert_eq!(run.experiment_id, known, "a second creation of a run finds it");
+        assert_eq!(rows::<String>(&store, "SELECT name FROM runs ORDER BY name"), ["a", "b"]);
         assert_eq!(rows::<String>(&store, "SELECT name FROM experiments"), ["Default", "one"]);
         assert_eq!(rows::<i64>(&store, "SELECT experiment_id FROM experiments"), [0, 1]);
         store.log_parameters(&run, &[("lr".into(), "0.1".into())]).unwrap();
@@ -287,17 +302,17 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let store = store(folder.path());
         Connection::open(&store.path).unwrap().execute_batch("CREATE TABLE cats (name)").unwrap();
-        let error = store.create_run("one", "a").unwrap_err();
+        let error = create(&store, "one", "a").unwrap_err();
         assert!(error.ends_with("that a run can write: there is no table `experiments`"), "{error}");
         assert_eq!(rows::<String>(&store, "SELECT name FROM sqlite_master"), ["cats"]);
         std::fs::write(&store.path, "a file of text, longer than the header of SQLite".repeat(9)).unwrap();
-        let error = store.create_run("one", "a").unwrap_err();
+        let error = create(&store, "one", "a").unwrap_err();
         assert!(error.contains("not a database"), "{error}");
         std::fs::remove_file(&store.path).unwrap();
-        store.create_run("one", "a").unwrap();
+        create(&store, "one", "a").unwrap();
         let old = "ALTER TABLE latest_metrics RENAME COLUMN step TO steps";
         Connection::open(&store.path).unwrap().execute_batch(old).unwrap();
-        let error = store.create_run("one", "a").unwrap_err();
+        let error = create(&store, "one", "a").unwrap_err();
         assert!(error.ends_with("the table `latest_metrics` has no column `step`"), "{error}");
     }
 
@@ -305,10 +320,10 @@ mod tests {
     fn a_deleted_experiment_gets_no_run() {
         let folder = tempfile::tempdir().unwrap();
         let store = store(folder.path());
-        store.create_run("one", "a").unwrap();
+        create(&store, "one", "a").unwrap();
         let delete = "UPDATE experiments SET lifecycle_stage = 'deleted' WHERE name = 'one'";
         Connection::open(&store.path).unwrap().execute_batch(delete).unwrap();
-        let error = store.create_run("one", "b").unwrap_err();
+        let error = create(&store, "one", "b").unwrap_err();
         assert!(
             error.contains("`one` is deleted: `mlflow experiments restore --experiment-id 1`"),
             "{error}"
@@ -319,8 +334,9 @@ mod tests {
     #[test]
     fn a_run_that_is_not_there_is_an_error() {
         let folder = tempfile::tempdir().unwrap();
-        let run = TrackedRun::new("sqlite:///mlflow.db", "1".into(), "gone".into());
+        let run = TrackedRun::new("sqlite:///mlflow.db");
         let error = store(folder.path()).update_run(&run, RunStatus::Running).unwrap_err();
-        assert!(error.ends_with("the run `gone` of `mlflow.json` is not in it"), "{error}");
+        let missing = format!("the run `{}` of `mlflow.json` is not in it", run.run_id);
+        assert!(error.ends_with(&missing), "{error}");
     }
 }

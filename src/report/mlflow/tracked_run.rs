@@ -1,6 +1,7 @@
 //! A run as MLflow tracks it: what a store of MLflow takes, and the file that remembers which of its runs is ours.
 
 use std::fs;
+use std::hash::{BuildHasher, RandomState};
 use std::path::Path;
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -10,8 +11,9 @@ use crate::train::run_dir::write_atomic;
 
 /// Where MLflow keeps runs. An error is a sentence that names the store.
 pub trait TrackingStore: Send {
-    /// A new run in this experiment, which is created if absent.
-    fn create_run(&self, experiment: &str, name: &str) -> Result<TrackedRun, String>;
+    /// Creates a run of this id in this experiment, which is created if absent. A run that an earlier process created
+    /// with this id, and was killed before it could know, is used instead.
+    fn create_run(&self, run: &mut TrackedRun, experiment: &str, name: &str) -> Result<(), String>;
     fn log_parameters(&self, run: &TrackedRun, parameters: &[(String, String)]) -> Result<(), String>;
     fn log_metrics(&self, run: &TrackedRun, points: &[MetricPoint]) -> Result<(), String>;
     fn update_run(&self, run: &TrackedRun, status: RunStatus) -> Result<(), String>;
@@ -60,7 +62,11 @@ impl RunStatus {
 pub struct TrackedRun {
     pub uri: String,
     pub experiment_id: String,
+    /// Ours until the store has created the run; a server then chooses its own.
     pub run_id: String,
+    /// No answer of the store has said that it has the run.
+    #[serde(default)]
+    pub is_new: bool,
     pub has_parameters: bool,
     /// The last update and the last evaluation that were sent.
     pub last_step: Option<u64>,
@@ -68,10 +74,19 @@ pub struct TrackedRun {
 }
 
 impl TrackedRun {
-    /// A run that has nothing yet.
-    pub fn new(uri: &str, experiment_id: String, run_id: String) -> Self {
-        let uri = uri.to_owned();
-        Self { uri, experiment_id, run_id, has_parameters: false, last_step: None, last_eval: None }
+    /// A run of a random id that no store has yet. It is written to disk before a store creates it: whenever the process
+    /// is killed, its successor finds the same run.
+    pub fn new(uri: &str) -> Self {
+        let run_id = [(); 2].map(|()| format!("{:016x}", RandomState::new().hash_one(0))).concat();
+        Self {
+            uri: uri.to_owned(),
+            experiment_id: String::new(),
+            run_id,
+            is_new: true,
+            has_parameters: false,
+            last_step: None,
+            last_eval: None,
+        }
     }
 
     pub fn read(path: &Path) -> Option<Self> {
@@ -115,7 +130,8 @@ mod tests {
 
     #[test]
     fn what_was_sent_is_not_sent_again() {
-        let mut run = TrackedRun::new("http://x", "1".into(), "a".into());
+        let mut run = TrackedRun::new("http://x");
+        assert_ne!(run.run_id, TrackedRun::new("http://x").run_id);
         let point = |step, is_eval| MetricPoint { key: "k".into(), value: 1.0, step, t: 0.0, is_eval };
         assert!(!run.has(&point(0, false)));
         run.note(&point(20, false));

@@ -110,6 +110,7 @@ impl Source for job::ImagesConfig {
             ImageFiles::open(files, image_options(self, readers), classes, opening).map(Arc::new)
         };
         let train_files = open(&files.train, None)?;
+        train_files.check_labels_of_tables(&files.train)?;
         let own = |files: &[PathBuf]| match files {
             [] => Ok::<_, DataError>(None),
             files => {
@@ -205,7 +206,7 @@ fn eval_pipeline(s: &job::ImagesConfig) -> Result<Pipeline, Failure> {
 
 fn image_options(s: &job::ImagesConfig, readers: usize) -> ImageOptions {
     let (channels, max_pixels, columns) = (s.channels, s.max_pixels, columns(s));
-    let multi_label = s.label_separator.is_some();
+    let multi_label = s.label_separator.as_ref().is_some_and(|separator| !separator.is_empty());
     ImageOptions { channels, size: image_size(s), max_pixels, columns, multi_label, readers }
 }
 

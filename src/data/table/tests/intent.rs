@@ -84,6 +84,54 @@ fn numbers_with_units_are_refused() {
     }
 }
 
+/// The warnings about a table of `x` and `y`.
+fn warnings(text: &str) -> Vec<String> {
+    let lines = opened(text).unwrap().describe();
+    lines.into_iter().filter(|(name, _)| name == "warning").map(|(_, text)| text).collect()
+}
+
+#[test]
+fn months_of_six_digits_are_dates_if_there_are_several_years() {
+    let months = |years: usize| (0..60).map(move |i| format!("{}{:02}", 2019 + i % years, i % 12 + 1));
+    let set = opened(&table(months(3))).unwrap();
+    assert_eq!(set.input_names(), ["x.year", "x.month", "x.day", "x.weekday"]);
+    assert_eq!(read(&set, 1).unwrap().0[..3], [2020.0, 2.0, 1.0]);
+    assert_eq!(opened(&table(months(1))).unwrap().input_names(), ["x"]);
+    let others = (0..60).map(|i| (201_301 + 7 * i).to_string());
+    assert_eq!(opened(&table(others)).unwrap().input_names(), ["x"]);
+    let wrong = months(3).enumerate().map(|(i, month)| if i == 30 { "202113".into() } else { month });
+    assert!(refused(wrong).contains("most values are dates, but not all"));
+}
+
+#[test]
+fn numbers_that_may_stand_for_something_else_are_warned_of() {
+    let marked = (0..60).map(|i| if i % 9 == 0 { "-999".into() } else { format!("{}.25", i % 31) });
+    let found = warnings(&table(marked));
+    assert!(found.len() == 1 && found[0].contains("column `x` has `-999` 7 times"), "{found:?}");
+    let times = (0..200).map(|i| (1_600_000_000 + 3600 * i).to_string());
+    let found = warnings(&table(times));
+    assert!(found.len() == 1 && found[0].contains("looks like seconds since 1970"), "{found:?}");
+}
+
+#[test]
+fn a_column_that_is_the_target_in_other_words_is_warned_of() {
+    let found = warnings(&table((0..60).map(|i| (i % 2).to_string())));
+    assert!(
+        found[0].contains("each of the 2 values of column `x` goes with one value of the target"),
+        "{found:?}"
+    );
+    let found = warnings(&table((0..60).map(|i| (i % 2 + i / 59).to_string())));
+    assert!(found.is_empty(), "{found:?}");
+}
+
+#[test]
+fn many_ranges_are_refused_and_a_few_are_names_of_groups() {
+    let error = refused((0..200).map(|i| format!("{i}-{}", i + 5)));
+    assert!(error.contains("its values look like ranges, as `0-5` in line 2"), "{error}");
+    let groups = opened(&table((0..200).map(|i| format!("{0}0-{0}9", i % 7 + 1)))).unwrap();
+    assert_eq!(groups.features().input_len(), 7);
+}
+
 #[test]
 fn row_numbers_that_start_again_are_no_input() {
     let rows = (0..60).map(|i| format!("{},{}.5,{}\n", i % 30, i, ["a", "b"][i % 2]));

@@ -67,6 +67,11 @@ impl Quantization {
         }
     }
 
+    /// Whether a value of its blocks is a scale times an integer, plus a minimum.
+    pub fn has_grid(self) -> bool {
+        super::grid(self.base()).is_some()
+    }
+
     fn is_mixed(self) -> bool {
         matches!(self, Self::Q4KM | Self::Q5KM)
     }

@@ -1,11 +1,13 @@
 //! Weights of a graph whose matrices are quantized in blocks: a matrix is two initializers, its integers and their
 //! scales.
 
+use super::super::ExportSource;
 use super::super::error::ExportError;
 use super::super::weights::{TensorMapping, WeightDtype, WeightFiles};
 use super::file::{Initializer, scale_name};
 use super::proto::{FLOAT, INT4, INT8};
 use crate::inference::quantization::blocks::{self, BlockBits, BlockLayout};
+use crate::inference::quantization::grid::BlockScale;
 
 /// An initializer, and the weight it comes from.
 pub(super) enum BlockTensor<'a> {
@@ -37,21 +39,32 @@ impl<'a> BlockTensor<'a> {
     }
 
     /// The bytes of its values.
-    pub(super) fn encode(&self, files: &WeightFiles) -> Result<Vec<u8>, ExportError> {
-        let (Self::Float(weight) | Self::Integers(weight, ..) | Self::Scales(weight, ..)) = self;
+    pub(super) fn encode(&self, source: &ExportSource, files: &WeightFiles) -> Result<Vec<u8>, ExportError> {
+        let (weight, layout, bits) = match self {
+            Self::Float(weight) => return WeightDtype::F32.encode(&weight.param, &weight.read(files)?),
+            Self::Integers(weight, layout, bits) | Self::Scales(weight, layout, bits) => {
+                (weight, layout, *bits)
+            }
+        };
         let values = weight.read(files)?;
-        match self {
-            Self::Float(_) => WeightDtype::F32.encode(&weight.param, &values),
-            Self::Integers(_, layout, bits) => {
-                let integers = blocks::quantize(&values, *layout, *bits).0;
-                Ok(match bits {
-                    BlockBits::Four => blocks::pack(&integers),
-                    BlockBits::Eight => integers.iter().map(|integer| *integer as u8).collect(),
-                })
+        let (integers, scales) = match source.scales(&weight.param) {
+            Some(scales) => {
+                let scales = exported_scales(scales, *layout);
+                (blocks::integers(&values, &scales, *layout, bits), scales)
             }
-            Self::Scales(_, layout, bits) => {
-                WeightDtype::F32.encode(&weight.param, &blocks::quantize(&values, *layout, *bits).1)
-            }
+            None => blocks::quantize(&values, *layout, bits),
+        };
+        match (self, bits) {
+            (Self::Scales(..), _) => WeightDtype::F32.encode(&weight.param, &scales),
+            (_, BlockBits::Four) => Ok(blocks::pack(&integers)),
+            (_, BlockBits::Eight) => Ok(integers.iter().map(|integer| *integer as u8).collect()),
         }
     }
+}
+
+/// Scales (outputs, blocks) in the order of the exported matrix, whose blocks run along one of its dimensions.
+fn exported_scales(scales: &[BlockScale], layout: BlockLayout) -> Vec<f32> {
+    let [rows, cols] = layout.scale_shape();
+    let at = |row: usize, col: usize| if layout.axis == 0 { col * rows + row } else { row * cols + col };
+    (0..rows * cols).map(|i| scales[at(i / cols, i % cols)].scale).collect()
 }

@@ -118,6 +118,8 @@ pub(super) struct Case {
     pub folder: PathBuf,
     /// If it was calibrated.
     pub activations: Option<ActivationQuantization>,
+    /// If its weights are values of the format already.
+    pub scales: Option<BlockScales>,
 }
 
 impl Case {
@@ -136,7 +138,8 @@ impl Case {
             Samples::Tokens => Features::new(tokens(), TargetSpec::Tokens),
             Samples::Text => Features::new(tokens(), classes()),
         };
-        let case = Self { name, model, samples, features, folder: root.join(name), activations: None };
+        let case =
+            Self { name, model, samples, features, folder: root.join(name), activations: None, scales: None };
         std::fs::create_dir_all(&case.folder).unwrap();
         let built = models::build(&case.model, &case.features).unwrap();
         let tensors: HashMap<String, Tensor> = all_specs(&built.layout)
@@ -181,6 +184,7 @@ impl Case {
             preprocessing: json!({ "columns": [] }),
             kept: None,
             activations: self.activations.as_ref(),
+            scales: self.scales.as_ref(),
             step: 5,
         };
         let summary = export(&source, options, &mut NoExportProgress)?;
@@ -204,7 +208,8 @@ impl Case {
     ) -> ExportOptions {
         let types = quantize.map(QuantizedType::name).or(dtype.map(WeightDtype::name)).unwrap_or("default");
         let folder = self.folder.join(format!("{}-{types}", format.name()));
-        ExportOptions { format, dtype, quantize, folder, force: true, max_bytes: 1 << 30 }
+        let rounding = Rounding::Nearest;
+        ExportOptions { format, dtype, quantize, rounding, folder, force: true, max_bytes: 1 << 30 }
     }
 
     /// An input of the network, the number of tokens of each sample, and its logits.
@@ -278,7 +283,7 @@ impl Case {
         // As a session does.
         let values = || logits.flatten_all().unwrap().to_vec1::<f32>().unwrap();
         match points {
-            ActivationPoints::None => logits,
+            ActivationPoints::None | ActivationPoints::Inputs(_) => logits,
             ActivationPoints::Observe(observers) => {
                 observers.add(network.loss.name(), &values()).unwrap();
                 logits
