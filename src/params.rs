@@ -5,12 +5,14 @@
 //! gradients and optimizer state are as long as those; within a group matrices come first, so that weight decay applies
 //! to one range; then names are in order. An update is one pass per group, and a job without `train.groups` has one.
 
+pub mod matrices;
 pub mod rules;
 
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-pub use rules::{ParamRules, RulesError};
+pub use matrices::MatrixLayer;
+pub use rules::{ParamRules, RulesError, matching_layers};
 
 /// A parameter, by declaration order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -101,6 +103,7 @@ pub struct ParamRegistry {
     placements: Vec<Placement>,
     stats: Vec<TensorSpec>,
     rules: ParamRules,
+    matrices: Vec<MatrixLayer>,
     /// Pairs of a parameter and another name that it has.
     aliases: Vec<(String, String)>,
 }
@@ -195,6 +198,7 @@ impl ParamRegistry {
         let names = self.params.iter().map(|spec| spec.name.as_str());
         self.rules
             .check(&names.chain(self.aliases.iter().map(|(_, alias)| alias.as_str())).collect::<Vec<_>>())?;
+        self.rules.check_ranks(&self.matrices)?;
         let any = |is: fn(&Placement) -> bool| self.placements.is_empty() || self.placements.iter().any(is);
         match (any(|placement| placement.trained), any(|placement| placement.pruned)) {
             (false, _) => Err(RulesError::AllFrozen),
@@ -214,7 +218,7 @@ impl ParamRegistry {
         let stats = vec![Placement::DEFAULT; self.stats.len()];
         let stats = FlatLayout::new(self.stats, &stats, &ParamRules::default());
         let params = FlatLayout::new(self.params, &self.placements, &self.rules);
-        Ok(ParamLayout { params, stats })
+        Ok(ParamLayout { params, stats, matrices: self.matrices })
     }
 }
 
@@ -223,6 +227,8 @@ impl ParamRegistry {
 pub struct ParamLayout {
     pub params: FlatLayout,
     pub stats: FlatLayout,
+    /// Linear layers and convolutions that are, or may be, factorized.
+    pub matrices: Vec<MatrixLayer>,
 }
 
 /// Named ranges of one buffer.

@@ -28,6 +28,7 @@ mod inference;
 mod interop;
 mod jobs;
 mod language;
+mod lowrank;
 mod memory_invariance;
 mod memory_retry;
 mod memory_snapshots;

@@ -64,13 +64,20 @@ impl CheckArgs {
             if let Some(model) = setup.pruned_model() {
                 found["pruned"] = json!(model);
             }
+            if let Some((layers, whole_parameters)) = setup.factorized() {
+                found["factorized"] = json!({ "layers": layers, "whole_parameters": whole_parameters });
+            }
             print_line(found)?;
         } else if !common.quiet {
             let counts = parameter_counts(setup.num_parameters(), setup.num_trained());
             let parameters = ("parameters".to_owned(), counts.replacen(" parameters", "", 1));
             let pruned = setup.pruned_model().map(|model| ("pruned".to_owned(), pruned_model(model)));
+            let factorized = setup.factorized().map(|(layers, whole)| {
+                let (layers, whole) = (counted(layers as u64, "layer"), format_count(whole));
+                ("low rank".to_owned(), format!("{layers} factorized, of {whole} parameters as a whole"))
+            });
             let rows: Vec<(String, String)> =
-                preview.lines().into_iter().chain([parameters]).chain(pruned).collect();
+                preview.lines().into_iter().chain([parameters]).chain(factorized).chain(pruned).collect();
             let width = console::Term::stdout().size_checked().map(|(_, columns)| columns.into());
             print_line(text::wrap_to(&[summary(&setup.job)], width, 4).join("\n"))?;
             let smaller = setup.smaller_model();

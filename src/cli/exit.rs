@@ -10,6 +10,7 @@ use crate::data::DataError;
 use crate::history::HistoryError;
 use crate::job;
 use crate::train::Failure;
+use crate::train::low_rank::LowRankError;
 use crate::tune::SpaceError;
 
 /// The exit codes. Nothing else decides one.
@@ -104,7 +105,8 @@ impl Exit {
     fn from_failure(failure: &Failure) -> Exit {
         match failure {
             Failure::SessionDoesNotFit { .. } => Exit::Memory,
-            Failure::WrongTask { .. } | Failure::Init(_) | Failure::Teacher(_) => Exit::Usage,
+            Failure::LowRank(LowRankError::Memory { .. }) => Exit::Memory,
+            Failure::WrongTask { .. } | Failure::Init(_) | Failure::Teacher(_) | Failure::LowRank(_) => Exit::Usage,
             Failure::BadRow(_) => Exit::Data,
             Failure::DoesNotFit(_) | Failure::OutOfMemory { .. } | Failure::Killed { .. } => Exit::Memory,
             Failure::Signal { signal, .. } => Exit::Worker((128 + signal) as u8),

@@ -114,6 +114,9 @@ pub enum Event {
         resized: Vec<String>,
         /// Tensors that the model does not have.
         left_over: Vec<String>,
+        /// Layers whose two factors were computed from the whole weight.
+        #[serde(default, skip_serializing_if = "Vec::is_empty")]
+        factorized: Vec<String>,
     },
     /// One update.
     Step {

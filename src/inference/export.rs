@@ -48,7 +48,7 @@ use super::quantization::{ActivationPoints, ActivationQuantization, AffineQuanti
 use super::trained_model::TrainedModel;
 use crate::base::features::{Features, InputSpec};
 use crate::data::preprocessing::Preprocessing;
-use crate::job::{ImageFit, ModelConfig, SourceConfig};
+use crate::job::{ImageFit, ModelConfig, Ranks, SourceConfig};
 use crate::layers::Layer;
 use crate::layers::norm::NormLayer;
 use crate::models::{self, BuiltModel};
@@ -84,6 +84,8 @@ pub struct ExportSource<'a> {
     /// What to call the model; the name of its run.
     pub name: &'a str,
     pub model: &'a ModelConfig,
+    /// The rank of each factorized layer.
+    pub ranks: Ranks,
     pub features: &'a Features,
     /// Safetensors with the weights under the names of the parameters.
     pub weights: &'a Path,
@@ -119,6 +121,7 @@ impl<'a> ExportSource<'a> {
         Self {
             name: &job.name,
             model: &job.model,
+            ranks: job.ranks(),
             features: &preprocessing.features,
             weights: &model.weights,
             statistics: &model.statistics,
@@ -140,7 +143,7 @@ impl<'a> ExportSource<'a> {
     }
 
     fn build(&self) -> Result<BuiltModel, ExportError> {
-        Ok(models::build(self.model, self.features)?)
+        Ok(models::build_factorized(self.model, self.features, &self.ranks)?)
     }
 
     /// As it is exported: with a point wherever its activations are quantized.
@@ -244,6 +247,11 @@ pub fn export(
     progress: &mut dyn ExportProgress,
 ) -> Result<ExportSummary, ExportError> {
     options.check(source.model.kind())?;
+    if let (Some((layer, _)), ExportFormat::Hf | ExportFormat::Gguf) =
+        (source.ranks.first_key_value(), options.format)
+    {
+        return Err(ExportError::Factorized { layer: layer.clone(), format: options.format });
+    }
     let built = source.build_for(options)?;
     check_memory(source, &built, options)?;
     let folder = ExportFolder::create(&options.folder, options.force)?;

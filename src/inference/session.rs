@@ -126,7 +126,7 @@ impl Unloaded {
         }
         let dtype = activation_dtype(model.job.train.precision, backend);
         // Smoothing and weights belong to training: a loss is that of the targets as they are.
-        let (loss, rules) = (LossOptions::default(), ParamRules::default());
+        let (loss, rules) = (LossOptions::default(), ParamRules::of_ranks(&model.job.ranks()));
         let BuiltModel { network, layout } =
             fused_network(&model.job.model, &loss, &rules, features, dtype, backend)?;
         let buckets = bucket_networks(&model.job.model, &loss, &rules, features, dtype, backend)?;
@@ -136,7 +136,8 @@ impl Unloaded {
     /// A network whose activations are observed or quantized: in f32, and not fused, since points stand between its
     /// layers.
     fn with_points(model: &TrainedModel, features: &Features, backend: Backend) -> Result<Self, Failure> {
-        let BuiltModel { mut network, layout } = models::build(&model.job.model, features)?;
+        let BuiltModel { mut network, layout } =
+            models::build_factorized(&model.job.model, features, &model.job.ranks())?;
         if let ActivationPoints::Inputs(products) = &model.points {
             input_products::insert(&mut network, products);
         }

@@ -280,6 +280,7 @@ impl Checker<'_> {
                 matches!(text.parse(), Ok(MemorySize::Bytes(_) | MemorySize::Percent(_)))
             }
             Some("name") => is_name(text),
+            Some("ratio") => text.parse::<super::SizeRatio>().is_ok(),
             Some("fold") => text.parse::<super::Fold>().is_ok(),
             // A keyword that the key accepts in place of a path.
             Some("path") if keywords(schema).any(|word| word == text) => true,

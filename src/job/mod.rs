@@ -13,6 +13,7 @@ mod error;
 mod image_models;
 mod layers;
 mod load;
+mod lowrank;
 mod memory;
 mod model;
 mod optimizer;
@@ -38,6 +39,7 @@ pub use distill::{DistillConfig, TeacherPrecision};
 pub use error::{ErrorCode, JobError, JobErrors};
 pub use image_models::*;
 pub use layers::*;
+pub use lowrank::{LowRankConfig, NO_RANKS, Ranks, SizeRatio};
 pub use memory::{MemoryConfig, OomAction};
 pub use model::*;
 pub use optimizer::{
@@ -86,6 +88,8 @@ pub struct Job {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub prune: Option<PruneConfig>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub lowrank: Option<LowRankConfig>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub distill: Option<DistillConfig>,
     #[serde(default)]
     pub log: LogConfig,
@@ -101,6 +105,11 @@ fn no_default(schema: &mut schemars::Schema) {
 }
 
 impl Job {
+    /// The rank of each factorized layer; empty until a job's `[lowrank]` is resolved.
+    pub fn ranks(&self) -> Ranks {
+        self.lowrank.as_ref().map(|lowrank| lowrank.ranks.clone()).unwrap_or_default()
+    }
+
     /// The resolved job as TOML: itself a valid job, equal to this one in any folder.
     pub fn to_toml(&self) -> String {
         toml::to_string(self).expect("a job holds only what TOML can: i64 integers, string keys")

@@ -93,7 +93,10 @@ pub(super) fn contradictions(job: &Job, tree: &DeTable) -> Vec<SpannedError> {
     let freeze = job.train.freeze.iter().map(|text| ("train.freeze", text.strip_prefix('!').unwrap_or(text)));
     let groups = job.train.groups.iter().flat_map(|group| &group.params);
     let skip = job.prune.iter().flat_map(|prune| &prune.skip).map(|text| ("prune.skip", text.as_str()));
-    for (key, text) in freeze.chain(groups.map(|text| ("train.groups", text.as_str()))).chain(skip) {
+    let layers = job.lowrank.iter().flat_map(|lowrank| &lowrank.layers);
+    let layers = layers.map(|text| ("lowrank.layers", text.as_str()));
+    let groups = groups.map(|text| ("train.groups", text.as_str()));
+    for (key, text) in freeze.chain(groups).chain(skip).chain(layers) {
         if let Err(error) = glob::Pattern::new(text) {
             report(
                 key,
@@ -162,6 +165,7 @@ pub(super) fn contradictions(job: &Job, tree: &DeTable) -> Vec<SpannedError> {
     }
     split_contradictions(job, tree, &mut report);
     prune_contradictions(job, &mut report);
+    lowrank_contradictions(job, &mut report);
     if let SourceConfig::Jsonl(JsonlConfig { label: Some(_), messages, chat, pack, .. }) = &job.data.source {
         if *pack {
             let hint = "with `label` each record is a sample: remove `pack`";
@@ -350,6 +354,31 @@ fn prune_contradictions(job: &Job, report: &mut impl FnMut(&str, String, String)
         let key = if prune.end_step.is_some() { "prune.end_step" } else { "prune.begin_step" };
         let message = format!("`{key}` must be at most `train.steps`, {steps}, not {last}");
         report(key, message, "pruning must end within the run".into());
+    }
+}
+
+/// Keys of `[lowrank]` that contradict each other or need weights.
+fn lowrank_contradictions(job: &Job, report: &mut impl FnMut(&str, String, String)) {
+    let Some(lowrank) = &job.lowrank else { return };
+    let by_weights = [("energy", lowrank.energy.is_some()), ("target", lowrank.target.is_some())];
+    let by_weights = by_weights.iter().find(|(_, is_given)| *is_given).map(|(key, _)| *key);
+    if lowrank.rank.is_none() && by_weights.is_none() && lowrank.ranks.is_empty() {
+        report(
+            "lowrank",
+            "`[lowrank]` states no rank: one of `rank`, `energy`, `target` and `ranks` is missing".into(),
+            "add `target = \"2x\"` for half of the parameters".into(),
+        );
+    }
+    if let (Some(key), true, None) = (by_weights, lowrank.ranks.is_empty(), &job.train.init) {
+        report(
+            &format!("lowrank.{key}"),
+            format!("`lowrank.{key}` needs `train.init`, whose weights decide the ranks"),
+            "name the run to factorize as `init` in [train], or state a `rank`".into(),
+        );
+    }
+    if let Some((layer, _)) = lowrank.ranks.iter().find(|(_, rank)| **rank == 0) {
+        let hint = "a rank is at least 1; without an entry the layer stays whole";
+        report("lowrank.ranks", format!("the rank of `{layer}` cannot be 0"), hint.into());
     }
 }
 

@@ -194,6 +194,7 @@ pub(super) fn allowed(schema: &Value) -> String {
         (_, Some("size")) => "\"auto\", a size such as \"8GiB\" or a percentage such as \"80%\"".into(),
         (_, Some("bytes")) => "a size such as \"512MiB\"".into(),
         (_, Some("size-or-percent")) => "a size such as \"512MiB\" or a percentage such as \"5%\"".into(),
+        (_, Some("ratio")) => "a factor above 1, such as \"2x\"".into(),
         (_, Some("fold")) => "a fold of at least two, such as \"2/5\" for the second of five".into(),
         (_, Some("name")) => "letters, digits, `-`, `_` and `.`, not starting with `.` or `-`".into(),
         (_, Some("path")) if keywords(schema).next().is_some() => {

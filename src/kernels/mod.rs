@@ -49,6 +49,7 @@ pub mod kernel_timer;
 pub mod lanes;
 pub mod linear;
 pub mod lion;
+pub mod low_rank;
 pub mod mask;
 pub mod matmul;
 pub mod metric_sums;

@@ -13,7 +13,7 @@ use crate::layers::cross_entropy::CrossEntropy;
 use crate::layers::distillation::{DistillOptions, Distillation};
 use crate::layers::dropout::Dropout;
 use crate::layers::flatten::Flatten;
-use crate::layers::linear::{Linear, LinearOptions};
+use crate::layers::linear::LinearOptions;
 use crate::layers::loss::Loss;
 use crate::layers::pointwise_loss::{PointwiseLoss, PointwiseLossFn};
 use crate::params::{DuplicateName, ParamId, ParamInit, ParamRegistry, ParamRules, RulesError};
@@ -164,14 +164,7 @@ impl NetworkBuilder {
             self.begin_block(&path);
             let inputs = self.shape.iter().product();
             self.flatten(&format!("{path}.flatten"));
-            let layer = Linear::new(
-                &mut self.registry,
-                &path,
-                &[inputs],
-                width,
-                LinearOptions::torch_default(inputs, act),
-            );
-            self.push_layer(layer);
+            self.linear(&path, width, LinearOptions::torch_default(inputs, act));
             self.dropout(&format!("{path}.dropout"), dropout);
             index += 1;
         }

@@ -5,7 +5,7 @@ use super::vision::ConvSpec;
 use super::{ModelError, NetworkBuilder};
 use crate::job::{BranchLayerConfig, LayerConfig, LayersConfig, ResidualActivation};
 use crate::kernels::{Activation, ClampActivation};
-use crate::layers::linear::{Linear, LinearOptions};
+use crate::layers::linear::LinearOptions;
 use crate::layers::squeeze_excite::SqueezeExcite;
 
 pub(super) fn build(model: &LayersConfig, b: &mut NetworkBuilder) -> Result<(), ModelError> {
@@ -89,10 +89,8 @@ fn add_layer(
             if b.shape.len() == 3 {
                 return Err(b.shape_error(name, "vectors (add a `flatten` or `global_pool` layer before it)"));
             }
-            let shape = b.shape.clone();
             let options = LinearOptions { bias: linear.bias, ..LinearOptions::torch_default(inputs, act) };
-            let layer = Linear::new(&mut b.registry, name, &shape, linear.outputs, options);
-            b.push_layer(layer);
+            b.linear(name, linear.outputs, options);
             return Ok(next.is_some());
         }
         LayerConfig::Conv(conv) => {

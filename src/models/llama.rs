@@ -10,7 +10,7 @@ use crate::kernels::linear::WeightLayout;
 use crate::kernels::rotary::Rotary;
 use crate::layers::attention::Attention;
 use crate::layers::embedding::Embedding;
-use crate::layers::linear::{Linear, LinearOptions};
+use crate::layers::linear::LinearOptions;
 use crate::layers::norm::NormLayer;
 use crate::layers::packed_linear::PackedLinear;
 use crate::layers::swiglu::Swiglu;
@@ -97,6 +97,5 @@ fn add_linear_no_bias(b: &mut NetworkBuilder, name: &str, width: usize) {
         init: WEIGHT_INIT,
         bias_init: WEIGHT_INIT,
     };
-    let layer = Linear::new(&mut b.registry, name, &b.shape, width, options);
-    b.push_layer(layer);
+    b.linear(name, width, options);
 }

@@ -8,6 +8,7 @@ mod builder;
 mod cnn;
 #[cfg(test)]
 mod equivalence_tests;
+mod factorized;
 #[cfg(test)]
 mod freeze_tests;
 mod gpt;
@@ -24,7 +25,7 @@ pub use builder::{LossOptions, ModelError, NetworkBuilder, describe_target};
 
 use crate::base::features::{Features, InputSpec};
 use crate::graph::network::Network;
-use crate::job::ModelConfig;
+use crate::job::{ModelConfig, Ranks};
 use crate::params::{ParamLayout, ParamRules};
 
 /// A network and the layout of its parameters.
@@ -38,7 +39,16 @@ pub fn build(model: &ModelConfig, features: &Features) -> Result<BuiltModel, Mod
     build_with(model, features, &LossOptions::default(), &ParamRules::default())
 }
 
-/// As [`build`], with this loss, and with parameters frozen and grouped by `rules`.
+/// As [`build`], with layers factorized at these ranks.
+pub fn build_factorized(
+    model: &ModelConfig,
+    features: &Features,
+    ranks: &Ranks,
+) -> Result<BuiltModel, ModelError> {
+    build_with(model, features, &LossOptions::default(), &ParamRules::of_ranks(ranks))
+}
+
+/// As [`build`], with this loss, and with parameters frozen and grouped, and layers factorized, by `rules`.
 pub fn build_with(
     model: &ModelConfig,
     features: &Features,

@@ -7,7 +7,7 @@ use crate::graph::network::{Node, ResidualNode};
 use crate::kernels::Activation;
 use crate::kernels::attention::AttentionDims;
 use crate::kernels::linear::WeightLayout;
-use crate::layers::linear::{Linear, LinearOptions};
+use crate::layers::linear::LinearOptions;
 use crate::params::{ParamId, ParamInit};
 
 /// Weight initialization of GPT-2, BERT and Llama.
@@ -80,8 +80,7 @@ pub(super) fn add_linear(
     init: ParamInit,
 ) {
     let options = LinearOptions { bias: true, act, weight_layout, init, bias_init: ParamInit::Constant(0.0) };
-    let layer = Linear::new(&mut b.registry, name, &b.shape, width, options);
-    b.push_layer(layer);
+    b.linear(name, width, options);
 }
 
 /// The weight of a language model's head; another name of the token table where the two are tied.

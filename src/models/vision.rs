@@ -8,7 +8,6 @@ use crate::kernels::pool::PoolGeometry;
 use crate::kernels::{Activation, ClampActivation};
 use crate::layers::avg_pool::AvgPool;
 use crate::layers::batch_norm::BatchNorm;
-use crate::layers::conv::Conv2d;
 use crate::layers::global_pool::GlobalAvgPool;
 use crate::layers::group_norm::GroupNorm;
 use crate::layers::max_pool::MaxPool;
@@ -84,11 +83,7 @@ impl NetworkBuilder {
             let min_size = (dilation * (kernel - 1) + 1).saturating_sub(2 * padding);
             return Err(self.shape_error(name, format!("images of at least {min_size} x {min_size}")));
         }
-        let conv = match init {
-            Some(init) => Conv2d::with_init(&mut self.registry, name, g, bias, act, init),
-            None => Conv2d::new(&mut self.registry, name, g, bias, act),
-        };
-        self.push_layer(conv);
+        self.conv_layer(name, g, bias, act, init);
         Ok(())
     }
 

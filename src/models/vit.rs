@@ -9,9 +9,8 @@ use crate::kernels::im2col::ConvGeometry;
 use crate::kernels::linear::WeightLayout;
 use crate::layers::attention::Attention;
 use crate::layers::class_token::ClassToken;
-use crate::layers::conv::Conv2d;
 use crate::layers::first_token::FirstToken;
-use crate::layers::linear::{Linear, LinearOptions};
+use crate::layers::linear::LinearOptions;
 use crate::layers::norm::NormLayer;
 use crate::params::ParamInit;
 
@@ -20,8 +19,7 @@ const EPS: f64 = 1e-6;
 pub(super) fn build(vit: &VitConfig, b: &mut NetworkBuilder) -> Result<(), ModelError> {
     let geometry = patch_conv(b, vit)?;
     b.begin_block("conv_proj");
-    let conv = Conv2d::new(&mut b.registry, "conv_proj", geometry, true, Activation::Identity);
-    b.push_layer(conv);
+    b.conv_layer("conv_proj", geometry, true, Activation::Identity, None);
     let token =
         ClassToken::new(&mut b.registry, "class_token", ("class_token", "encoder.pos_embedding"), &b.shape);
     b.push_layer(token);
@@ -44,9 +42,7 @@ pub(super) fn build(vit: &VitConfig, b: &mut NetworkBuilder) -> Result<(), Model
             let name = format!("{attention}.in_proj");
             let options =
                 LinearOptions { bias_init: ParamInit::Constant(0.0), ..xavier_options(width, 3 * width) };
-            let packed =
-                Linear::with_param_names(&mut b.registry, &name, names, &b.shape, 3 * width, options);
-            b.push_layer(packed);
+            b.linear_with_param_names(&name, names, 3 * width, options);
             b.push_layer(Attention {
                 name: attention.clone(),
                 sizes: heads,
@@ -60,8 +56,7 @@ pub(super) fn build(vit: &VitConfig, b: &mut NetworkBuilder) -> Result<(), Model
                 ..LinearOptions::torch_default(width, Activation::Identity)
             };
             let name = format!("{attention}.out_proj");
-            let out = Linear::new(&mut b.registry, &name, &b.shape, width, options);
-            b.push_layer(out);
+            b.linear(&name, width, options);
             b.dropout(&format!("{attention}.dropout"), vit.dropout);
             Ok(())
         })?;
@@ -73,8 +68,7 @@ pub(super) fn build(vit: &VitConfig, b: &mut NetworkBuilder) -> Result<(), Model
             {
                 let (name, options) =
                     (format!("{name}.mlp.{i}"), LinearOptions { act, ..xavier_options(from, to) });
-                let layer = Linear::new(&mut b.registry, &name, &b.shape, to, options);
-                b.push_layer(layer);
+                b.linear(&name, to, options);
                 b.dropout(&format!("{name}.dropout"), vit.dropout);
             }
             Ok(())

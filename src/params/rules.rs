@@ -1,13 +1,13 @@
 //! Which parameters are trained, which group they belong to and which may be pruned: the patterns of `train.freeze`,
-//! `[[train.groups]]` and `prune.skip`.
+//! `[[train.groups]]` and `prune.skip`; and the ranks of factorized layers.
 //!
 //! A pattern matches a parameter's name, or that of a module it is in: the name up to one of its dots. `*` matches any
 //! characters, dots too. Of several that match, the last decides.
 
 use glob::Pattern;
 
-use super::{ParamGroup, Placement, TensorSpec, TensorUse};
-use crate::job::{Job, PruneStructure, TrainConfig};
+use super::{MatrixLayer, ParamGroup, Placement, TensorSpec, TensorUse};
+use crate::job::{Job, PruneStructure, Ranks, TrainConfig};
 
 /// Patterns on names, compiled.
 #[derive(Clone, Debug, Default)]
@@ -16,6 +16,7 @@ pub struct ParamRules {
     groups: Vec<GroupRule>,
     /// `None` without `[prune]`.
     prune: Option<PruneRule>,
+    ranks: Ranks,
 }
 
 /// Why the rules of a job do not apply to its model.
@@ -30,6 +31,12 @@ pub enum RulesError {
          of the structure, which for \"2:4\" needs a multiple of four inputs"
     )]
     NothingPruned,
+    #[error("`lowrank.ranks` has `{layer}`, which is no layer that can be factorized; {near}")]
+    NoLayer { layer: String, near: String },
+    #[error(
+        "`lowrank.ranks` has {rank} for `{layer}`, whose weight of shape {shape:?} becomes smaller up to a rank of {most}"
+    )]
+    RankTooLarge { layer: String, rank: usize, shape: Vec<usize>, most: usize },
 }
 
 #[derive(Clone, Debug)]
@@ -84,7 +91,7 @@ impl NamePattern {
             false => Err(RulesError::NoMatch {
                 key,
                 pattern: self.text.clone(),
-                near: near_names(&self.text, names),
+                near: near_names("parameters", &self.text, names),
             }),
         }
     }
@@ -101,7 +108,12 @@ impl ParamRules {
             lr_scale: group.lr_scale,
             weight_decay: group.weight_decay,
         });
-        Self { freeze: freeze.collect(), groups: groups.collect(), prune: None }
+        Self { freeze: freeze.collect(), groups: groups.collect(), ..Self::default() }
+    }
+
+    /// Only the ranks of factorized layers, for a model that is not trained.
+    pub fn of_ranks(ranks: &Ranks) -> Self {
+        Self { ranks: ranks.clone(), ..Self::default() }
     }
 
     /// The rules of all tables of a job.
@@ -110,7 +122,28 @@ impl ParamRules {
             structure: prune.structure,
             skip: prune.skip.iter().map(|text| NamePattern::new(text)).collect(),
         });
-        Self { prune, ..Self::new(&job.train) }
+        Self { prune, ranks: job.ranks(), ..Self::new(&job.train) }
+    }
+
+    /// The rank of the factors of this layer; `None` if it stays whole.
+    pub(super) fn rank_of(&self, layer: &str) -> Option<usize> {
+        self.ranks.get(layer).copied()
+    }
+
+    /// Checks that every rank is that of one of `layers`, and makes it smaller.
+    pub(super) fn check_ranks(&self, layers: &[MatrixLayer]) -> Result<(), RulesError> {
+        for (name, &rank) in &self.ranks {
+            let Some(layer) = layers.iter().find(|layer| layer.name == *name) else {
+                let names: Vec<&str> = layers.iter().map(|layer| layer.name.as_str()).collect();
+                let near = near_names("those layers", name, &names);
+                return Err(RulesError::NoLayer { layer: name.clone(), near });
+            };
+            if rank > layer.max_rank() {
+                let (layer, shape, most) = (name.clone(), layer.weight.shape.clone(), layer.max_rank());
+                return Err(RulesError::RankTooLarge { layer, rank, shape, most });
+            }
+        }
+        Ok(())
     }
 
     /// Whether the job prunes.
@@ -149,15 +182,32 @@ impl ParamRules {
     }
 }
 
+/// The layers that one of `patterns`, those of `lowrank.layers`, matches by the name of the layer or of its weight; all
+/// if there are none.
+pub fn matching_layers<'a>(
+    patterns: &[String],
+    layers: &'a [MatrixLayer],
+) -> Result<Vec<&'a MatrixLayer>, RulesError> {
+    let patterns: Vec<NamePattern> = patterns.iter().map(|text| NamePattern::new(text)).collect();
+    let names: Vec<&str> = layers.iter().flat_map(|layer| [&*layer.name, &*layer.weight.name]).collect();
+    patterns.iter().try_for_each(|pattern| pattern.check("lowrank.layers", &names))?;
+    let matches = |layer: &&MatrixLayer| {
+        let of_layer =
+            |pattern: &NamePattern| pattern.matches(&layer.name) || pattern.matches(&layer.weight.name);
+        patterns.is_empty() || patterns.iter().any(of_layer)
+    };
+    Ok(layers.iter().filter(matches).collect())
+}
+
 /// The names most similar to a pattern, for a message.
-fn near_names(pattern: &str, names: &[&str]) -> String {
+fn near_names(what: &str, pattern: &str, names: &[&str]) -> String {
     const SHOWN: usize = 4;
     let mut names: Vec<(f64, &str)> =
         names.iter().map(|name| (strsim::jaro_winkler(pattern, name), *name)).collect();
     names.sort_by(|a, b| b.0.total_cmp(&a.0).then(a.1.cmp(b.1)));
     let shown: Vec<String> = names.iter().take(SHOWN).map(|(_, name)| format!("`{name}`")).collect();
     match names.len() > SHOWN {
-        true => format!("parameters are {} and {} others", shown.join(", "), names.len() - SHOWN),
-        false => format!("parameters are {}", shown.join(", ")),
+        true => format!("{what} are {} and {} others", shown.join(", "), names.len() - SHOWN),
+        false => format!("{what} are {}", shown.join(", ")),
     }
 }

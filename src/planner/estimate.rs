@@ -21,7 +21,7 @@ use crate::data::loader;
 use crate::graph::network::{Executor, Network};
 use crate::graph::offload::ActivationOffload;
 use crate::job::{Job, MemoryLog, OptimizerConfig};
-use crate::kernels::{matmul, sample_keys};
+use crate::kernels::{low_rank, matmul, sample_keys};
 use crate::memory::ledger::{Ledger, LedgerEntry};
 use crate::memory::process::ProcessMemory;
 use crate::memory::recorder::RECORDER_BYTES;
@@ -47,6 +47,9 @@ pub const EVALUATION_METRICS: &str = "evaluation metrics";
 
 /// The name that the reservations of pruning carry.
 pub const PRUNING: &str = "pruning";
+
+/// The name that the reservation for the decomposition of initial weights carries.
+pub const FACTORIZATION: &str = "low-rank factorization";
 
 const MASTER_WEIGHTS: &str = "master weights";
 const GRADIENTS: &str = "gradients";
@@ -432,6 +435,10 @@ impl<'a> Estimator<'a> {
     fn transient(&self, exec_plan: ExecutionPlan, phase: Phase) -> Vec<Allocation> {
         let s = &self.inputs;
         match (phase, self.eval_batch(exec_plan)) {
+            (Phase::Start, _) => {
+                let (role, bytes) = (Role::Workspace, low_rank::factorization_bytes(s.layout));
+                vec![Allocation { role, name: FACTORIZATION, bytes, space: MemorySpace::Ram }]
+            }
             (Phase::Update, _) => {
                 let rule = s.optimizer.of_kind(exec_plan.optimizer);
                 let bytes = optim::workspace_bytes(&rule, &s.layout.params, s.backend);
@@ -483,9 +490,11 @@ impl MemoryPredictor for Estimator<'_> {
         let persistent = self.persistent(exec_plan);
         let train = self.train_peaks(exec_plan);
         let eval = self.eval_batch(exec_plan).map(|batch| self.eval_peaks(batch)).unwrap_or_default();
-        let pass_peaks = train
-            .phase_peaks
+        let factorizes = self.inputs.job.lowrank.is_some() && self.inputs.job.train.init.is_some();
+        let start = factorizes.then_some((Phase::Start, 0));
+        let pass_peaks = start
             .iter()
+            .chain(&train.phase_peaks)
             .chain(&[(Phase::Update, 0)])
             .chain(&eval.phase_peaks)
             .chain(&[(Phase::Checkpoint, 0)]);

@@ -13,7 +13,7 @@ use crate::base::units::{Bytes, counted};
 use crate::base::{Backend, MicroBatchSpec, Role};
 use crate::graph::decoding::{DecodingError, DecodingNetwork};
 use crate::graph::network::Executor;
-use crate::job::ModelConfig;
+use crate::job::{ModelConfig, Ranks};
 use crate::kernels::matmul;
 use crate::kernels::rotary::Rotary;
 use crate::memory::Ledger;
@@ -30,6 +30,8 @@ const MIN_CHUNK: usize = 16;
 #[derive(Clone, Copy, Debug)]
 pub struct GenerationInputs<'a> {
     pub model: &'a ModelConfig,
+    /// The rank of each factorized layer.
+    pub ranks: &'a Ranks,
     pub vocab: usize,
     /// Dtype of weights, activations and cache.
     pub dtype: DType,
@@ -112,7 +114,7 @@ impl GenerationInputs<'_> {
             return Err(self.refuse("it needs a model of kind `gpt` or `llama`".into()));
         }
         let input = InputSpec::Tokens { length, vocab: self.vocab };
-        models::build(self.model, &Features::new(input, TargetSpec::Tokens))
+        models::build_factorized(self.model, &Features::new(input, TargetSpec::Tokens), self.ranks)
             .map_err(|error: ModelError| self.refuse(error.to_string()))
     }
 
@@ -240,7 +242,8 @@ mod tests {
 
     fn inputs(model: &ModelConfig) -> GenerationInputs<'_> {
         let backend = Backend::Cpu { threads: 2 };
-        GenerationInputs { model, vocab: 300, dtype: DType::BF16, backend, weight_bytes: 1000 }
+        let ranks = &crate::job::NO_RANKS;
+        GenerationInputs { model, ranks, vocab: 300, dtype: DType::BF16, backend, weight_bytes: 1000 }
     }
 
     fn model() -> ModelConfig {

@@ -179,7 +179,7 @@ impl RunView<'_> {
                 let advice = format!("       {advice}");
                 line(paint.yellow(&label("data")), text).into_iter().chain([advice]).collect()
             }
-            Event::Initialized { matched, new, resized, left_over } => {
+            Event::Initialized { matched, new, resized, left_over, factorized } => {
                 let list = |what: &str, names: &[String]| match names {
                     [] => String::new(),
                     [.., last] if names.len() <= 4 => {
@@ -188,7 +188,8 @@ impl RunView<'_> {
                     }
                     [first, ..] => format!("; {what} {first} and {} more", names.len() - 1),
                 };
-                let rest = list("new", new) + &list("resized", resized) + &list("left over", left_over);
+                let rest = list("factorized", factorized) + &list("new", new) + &list("resized", resized);
+                let rest = rest + &list("left over", left_over);
                 line(
                     paint.bold(&label("init")),
                     format!("{} matched{rest}", counted(*matched as u64, "tensor")),

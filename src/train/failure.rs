@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use super::initial_weights::InitError;
+use super::low_rank::LowRankError;
 use super::postmortem::OomAttempt;
 use super::signals;
 use super::teacher::TeacherError;
@@ -24,6 +25,8 @@ pub enum Failure {
     Init(#[from] InitError),
     #[error(transparent)]
     Teacher(TeacherError),
+    #[error(transparent)]
+    LowRank(LowRankError),
     #[error("the job does not fit in the memory it may use")]
     DoesNotFit(Box<MemoryPlan>),
     #[error("out of memory{}", after(tried))]
@@ -209,6 +212,15 @@ impl Failure {
                  and inputs"
                     .into(),
             ),
+            Failure::LowRank(LowRankError::Nothing { .. }) => {
+                Some("state a smaller rank or energy, or other `lowrank.layers`".into())
+            }
+            Failure::LowRank(LowRankError::Target { .. }) => {
+                Some("state a smaller `target`, or a smaller model".into())
+            }
+            Failure::LowRank(LowRankError::Memory { .. }) => {
+                Some("raise `memory.ram`, or leave the layer out by `lowrank.layers`".into())
+            }
             Failure::WrongTask { instead, .. } => Some((*instead).into()),
             Failure::BadRow(_) => {
                 Some("`--set data.on_bad_record=skip` writes the error into the row and continues".into())

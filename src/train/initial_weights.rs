@@ -1,23 +1,26 @@
 //! The weights that a run starts from (`train.init`): those of another run, of a checkpoint, or of another tool.
 //!
-//! Tensors are matched by name. What matched, what is new and what was left over is known from the headers of the
+//! Tensors are matched by name; the factors of a layer of `[lowrank]` come from its whole weight, if that is there. What matched, what is new and what was left over is known from the headers of the
 //! files, before anything is allocated, and reported; nothing mismatches silently.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::path::{Path, PathBuf};
 
+use candle_core::{DType, Device, Tensor};
 use serde::Serialize;
 
 use super::Failure;
 use super::checkpoint::{MODEL, is_checkpoint};
 use super::run_dir::RunDir;
-use super::tensor_reader::{TensorReader, is_float};
+use super::tensor_reader::{TensorReader, is_float, write_f32};
 use crate::base::regular_file;
 use crate::base::units::counted;
 use crate::job::InitHead;
+use crate::kernels::host;
+use crate::kernels::low_rank::{self, Factors, Matrix};
 use crate::param_store::ParamStore;
-use crate::params::{ParamLayout, TensorSpec};
+use crate::params::{MatrixLayer, ParamLayout, TensorSpec};
 
 /// Lists the files of the shards of a model, as transformers writes it.
 const SHARD_INDEX: &str = "model.safetensors.index.json";
@@ -43,21 +46,27 @@ pub struct InitReport {
     pub resized: Vec<String>,
     /// Tensors of the files that the model does not have.
     pub left_over: Vec<String>,
+    /// Layers whose two factors are computed from the whole weight.
+    pub factorized: Vec<String>,
 }
 
-/// The files of the weights.
+/// The weights that a run starts from.
 pub struct InitialWeights {
+    files: WeightFiles,
+    pub report: InitReport,
+    /// Names of the parameters to load, and of the tensors they are loaded from.
+    taken: BTreeMap<String, String>,
+}
+
+/// The files of weights, by tensor.
+pub(super) struct WeightFiles {
     files: Vec<TensorReader>,
     /// File of each tensor.
     places: BTreeMap<String, usize>,
-    pub report: InitReport,
-    /// Names of the parameters to load.
-    taken: BTreeSet<String>,
 }
 
-impl InitialWeights {
-    /// Opens the weights at `path` for a model with this layout, whose last linear layer is called `head`.
-    pub fn open(path: &Path, layout: &ParamLayout, head: &str, policy: InitHead) -> Result<Self, InitError> {
+impl WeightFiles {
+    pub fn open(path: &Path) -> Result<Self, InitError> {
         let (mut files, mut places) = (Vec::new(), BTreeMap::new());
         for path in weight_files(path)? {
             let reader = TensorReader::open(&path).map_err(|error| {
@@ -70,21 +79,80 @@ impl InitialWeights {
             places.extend(reader.names().into_iter().map(|name| (name, files.len())));
             files.push(reader);
         }
-        let mut weights = Self { files, places, report: InitReport::default(), taken: BTreeSet::new() };
+        Ok(Self { files, places })
+    }
+
+    /// The whole weight of a layer, as it is stored; `None` if there is none of its shape.
+    pub fn matrix(&self, layer: &MatrixLayer) -> Result<Option<Tensor>, Failure> {
+        let spec = &layer.weight;
+        if self.shape_of(&spec.name)?.as_ref() != Some(&spec.shape) {
+            return Ok(None);
+        }
+        let values = Tensor::zeros(spec.len(), DType::F32, &Device::Cpu)?;
+        self.read(&spec.name, spec, &values)?;
+        Ok(Some(values))
+    }
+
+    /// Reads the tensor `name` as this parameter.
+    fn read(&self, name: &str, spec: &TensorSpec, to: &Tensor) -> Result<(), Failure> {
+        let reader = &self.files[self.places[name]];
+        reader.info(name).map_or(Ok(()), |info| reader.read_param(info, spec, to))
+    }
+
+    /// The shape of a tensor, whose type must be a float; `None` if there is no such tensor.
+    fn shape_of(&self, name: &str) -> Result<Option<Vec<usize>>, InitError> {
+        let Some(&file) = self.places.get(name) else { return Ok(None) };
+        let reader = &self.files[file];
+        match reader.info(name) {
+            Some(info) if !is_float(info.dtype) => Err(InitError::Unreadable {
+                path: reader.path().to_owned(),
+                problem: format!("has `{name}` as {}, and floats are wanted", info.dtype),
+            }),
+            info => Ok(info.map(|info| info.shape.clone())),
+        }
+    }
+}
+
+impl InitialWeights {
+    /// Opens the weights at `path` for a model with this layout, whose last linear layer is called `head`.
+    pub fn open(path: &Path, layout: &ParamLayout, head: &str, policy: InitHead) -> Result<Self, InitError> {
+        let (files, report) = (WeightFiles::open(path)?, InitReport::default());
+        let mut weights = Self { files, report, taken: BTreeMap::new() };
         weights.match_names(layout, head, policy)?;
         Ok(weights)
     }
 
     fn match_names(&mut self, layout: &ParamLayout, head: &str, policy: InitHead) -> Result<(), InitError> {
-        let (mut report, mut taken, mut problems) = (InitReport::default(), BTreeSet::new(), Vec::new());
+        let (mut report, mut taken, mut problems) = (InitReport::default(), BTreeMap::new(), Vec::new());
+        let mut factors = BTreeSet::new();
+        let mut used: BTreeSet<&str> = BTreeSet::new();
+        for layer in layout.matrices.iter().filter(|layer| layer.rank.is_some()) {
+            let has_factors = layer.factor_weights().iter().any(|name| self.files.places.contains_key(name));
+            if has_factors || self.files.shape_of(&layer.weight.name)?.as_ref() != Some(&layer.weight.shape) {
+                continue;
+            }
+            report.factorized.push(layer.name.clone());
+            factors.extend(layer.factor_weights());
+            used.insert(&layer.weight.name);
+            if let Some((name, whole)) = layer.factor_bias()
+                && self.files.places.contains_key(whole)
+            {
+                used.insert(whole);
+                taken.insert(name, whole.to_owned());
+            }
+        }
         let of_head = |name: &str| name.strip_prefix(head).is_some_and(|rest| rest.starts_with('.'));
         let auto = policy == InitHead::Auto;
         for (spec, _) in layout.params.iter() {
             let name = &spec.name;
-            match self.shape_of(name)? {
+            if factors.contains(name) {
+                continue;
+            }
+            let source = taken.get(name).unwrap_or(name).clone();
+            match self.files.shape_of(&source)? {
                 Some(shape) if shape == spec.shape => {
                     report.matched += 1;
-                    taken.insert(name.clone());
+                    taken.insert(name.clone(), source);
                 }
                 Some(shape) if auto && is_resizable(name) && shape[1..] == spec.shape[1..] => {
                     report.resized.push(format!(
@@ -92,7 +160,7 @@ impl InitialWeights {
                         counted(shape[0].min(spec.shape[0]) as u64, "row"),
                         spec.shape[0]
                     ));
-                    taken.insert(name.clone());
+                    taken.insert(name.clone(), source);
                 }
                 Some(_) | None if auto && of_head(name) => report.new.push(name.clone()),
                 Some(shape) => {
@@ -103,10 +171,12 @@ impl InitialWeights {
         }
         // Running statistics are there in full or not at all.
         let stats: Vec<&TensorSpec> = layout.stats.iter().map(|(spec, _)| spec).collect();
-        if stats.iter().any(|spec| self.places.contains_key(&spec.name)) {
+        if stats.iter().any(|spec| self.files.places.contains_key(&spec.name)) {
             for spec in stats {
-                match self.shape_of(&spec.name)? {
-                    Some(shape) if shape == spec.shape => drop(taken.insert(spec.name.clone())),
+                match self.files.shape_of(&spec.name)? {
+                    Some(shape) if shape == spec.shape => {
+                        drop(taken.insert(spec.name.clone(), spec.name.clone()))
+                    }
                     Some(shape) => problems
                         .push(format!("`{}` has shape {shape:?} there and {:?} here", spec.name, spec.shape)),
                     None => problems.push(format!("it has no `{}`", spec.name)),
@@ -122,26 +192,21 @@ impl InitialWeights {
             }
             return Err(InitError::Mismatch { problems, policy });
         }
-        report.left_over = self.places.keys().filter(|name| !taken.contains(*name)).cloned().collect();
+        used.extend(taken.values().map(String::as_str));
+        let left_over = self.files.places.keys().filter(|name| !used.contains(name.as_str()));
+        report.left_over = left_over.cloned().collect();
         (self.report, self.taken) = (report, taken);
         Ok(())
     }
 
-    /// The shape of a tensor, whose type must be a float; `None` if there is no such tensor.
-    fn shape_of(&self, name: &str) -> Result<Option<Vec<usize>>, InitError> {
-        let Some(&file) = self.places.get(name) else { return Ok(None) };
-        let reader = &self.files[file];
-        match reader.info(name) {
-            Some(info) if !is_float(info.dtype) => Err(InitError::Unreadable {
-                path: reader.path().to_owned(),
-                problem: format!("has `{name}` as {}, and floats are wanted", info.dtype),
-            }),
-            info => Ok(info.map(|info| info.shape.clone())),
-        }
+    /// Host bytes at most while [`load`](Self::load) factorizes layers.
+    pub fn factorization_bytes(&self, layout: &ParamLayout) -> u64 {
+        if self.report.factorized.is_empty() { 0 } else { low_rank::factorization_bytes(layout) }
     }
 
     /// Loads the weights, one tensor at a time.
     pub fn load(&self, store: &ParamStore) -> Result<(), Failure> {
+        self.load_factors(store)?;
         self.load_ranges(store.layout.params.trained(), &store.master_weights)?;
         self.load_ranges(store.layout.params.frozen(), &store.frozen_weights()?)?;
         self.load_ranges(store.layout.stats.iter(), &store.stats)?;
@@ -151,12 +216,35 @@ impl InitialWeights {
     fn load_ranges<'a>(
         &self,
         params: impl Iterator<Item = (&'a TensorSpec, std::ops::Range<usize>)>,
-        buffer: &candle_core::Tensor,
+        buffer: &Tensor,
     ) -> Result<(), Failure> {
-        for (spec, range) in params.filter(|(spec, _)| self.taken.contains(&spec.name)) {
-            let reader = &self.files[self.places[&spec.name]];
-            if let Some(info) = reader.info(&spec.name) {
-                reader.read_param(info, spec, &buffer.narrow(0, range.start, range.len())?)?;
+        for (spec, range) in params {
+            if let Some(source) = self.taken.get(&spec.name) {
+                self.files.read(source, spec, &buffer.narrow(0, range.start, range.len())?)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Computes the factors of layers whose whole weights the files have, one layer at a time.
+    fn load_factors(&self, store: &ParamStore) -> Result<(), Failure> {
+        let (params, frozen) = (&store.layout.params, store.frozen_weights()?);
+        let buffers = params.trained().map(|param| (param, &store.master_weights));
+        let buffers = buffers.chain(params.frozen().map(|param| (param, &frozen)));
+        let views: BTreeMap<&str, (std::ops::Range<usize>, &Tensor)> =
+            buffers.map(|((spec, range), buffer)| (spec.name.as_str(), (range, buffer))).collect();
+        for layer in &store.layout.matrices {
+            let Some(rank) = layer.rank.filter(|_| self.report.factorized.contains(&layer.name)) else {
+                continue;
+            };
+            let Some(values) = self.files.matrix(layer)? else { continue };
+            let (rows, columns) = layer.dims();
+            let Factors { left, right } =
+                low_rank::factorize(Matrix { values: &host::read(&values)?, rows, columns }, rank);
+            for (name, factor) in layer.factor_weights().iter().zip([left, right]) {
+                if let Some((range, buffer)) = views.get(name.as_str()) {
+                    write_f32(&buffer.narrow(0, range.start, range.len())?, &factor)?;
+                }
             }
         }
         Ok(())
@@ -215,7 +303,6 @@ fn weight_files(path: &Path) -> Result<Vec<PathBuf>, InitError> {
 mod tests {
     use super::*;
     use crate::params::{ParamInit, ParamRegistry};
-    use candle_core::{DType, Device, Tensor};
     use std::collections::HashMap;
 
     fn layout(vocab: usize, classes: usize) -> ParamLayout {
@@ -264,6 +351,7 @@ mod tests {
             new: vec!["head.weight".into()],
             resized: vec!["wte.weight: 3 rows of 4".into()],
             left_over: vec!["extra".into(), "head.weight".into()],
+            factorized: Vec::new(),
         };
         assert_eq!(weights.report, report);
         let store = ParamStore::new(layout, 1, DType::F32, &Device::Cpu).unwrap();

@@ -12,6 +12,7 @@ pub mod fault_injection;
 #[cfg(feature = "cuda")]
 mod graph_cache;
 pub mod initial_weights;
+pub mod low_rank;
 pub mod memory_snapshot;
 pub mod no_graph;
 pub mod parent_death;

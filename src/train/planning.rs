@@ -90,6 +90,15 @@ impl Setup {
         Some(PrunedModel { weights, sparsity, bytes: 4 * all, compressed_bytes })
     }
 
+    /// How many layers are factorized, and the number of parameters if none was; `None` without `[lowrank]`.
+    pub fn factorized(&self) -> Option<(usize, u64)> {
+        let layers = self.layout.matrices.iter().filter_map(|layer| Some((layer, layer.rank?)));
+        let saved: Vec<usize> =
+            layers.map(|(layer, rank)| layer.weight.len() - layer.factors_len(rank)).collect();
+        let whole = self.num_parameters() + saved.iter().sum::<usize>() as u64;
+        (!saved.is_empty()).then_some((saved.len(), whole))
+    }
+
     /// Advice for a plan that fails only because of one large image.
     fn image_too_large(&self, plan: &MemoryPlan) -> Option<String> {
         let largest = self.large_images.largest().filter(|_| plan.verdict == PlanVerdict::DoesNotFit)?;

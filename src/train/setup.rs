@@ -8,6 +8,7 @@ use candle_core::{DType, Device};
 use super::Failure;
 use super::datasets::{self, Datasets, tables};
 use super::initial_weights::InitialWeights;
+use super::low_rank;
 use super::teacher::Teacher;
 use super::validation_metrics::RequestedMetrics;
 use crate::base::features::{Features, TargetSpec};
@@ -200,7 +201,8 @@ impl Setup {
     }
 
     /// As [`Setup::new`], with datasets that are already open.
-    pub fn from_datasets(datasets: Datasets, job: Job, ram: u64) -> Result<Self, Failure> {
+    pub fn from_datasets(datasets: Datasets, mut job: Job, ram: u64) -> Result<Self, Failure> {
+        low_rank::resolve(&mut job, datasets.train.features(), ram)?;
         let shuffle_buffer = shuffle_buffer(&job);
         let threads = rayon::current_num_threads();
         let backend = Backend::Cpu { threads };

@@ -16,7 +16,7 @@ use crate::base::regular_file;
 use crate::data::Dataset;
 use crate::data::preprocessing::Preprocessing;
 use crate::graph::network::TeacherNetwork;
-use crate::job::{Job, ModelConfig, Precision, TeacherPrecision, job_values};
+use crate::job::{Job, ModelConfig, Precision, Ranks, TeacherPrecision, job_values};
 use crate::models::{BuiltModel, LossOptions, ModelError};
 use crate::param_store::ParamStore;
 use crate::params::{ParamLayout, ParamRules};
@@ -41,6 +41,7 @@ pub struct TeacherError {
 /// A model that suits the data of the job.
 pub struct Teacher {
     model: ModelConfig,
+    ranks: Ranks,
     precision: Precision,
     pub layout: ParamLayout,
     /// The file with the EMA of the weights, if the run kept one.
@@ -86,14 +87,16 @@ impl Teacher {
             return Err(format!("has no `{}`", checkpoint::MODEL));
         }
         let features = teacher_features(dataset.features());
-        let built =
-            crate::models::build(&its_job.model, &features).map_err(|why| format!("does not fit: {why}"))?;
+        let ranks = its_job.ranks();
+        let built = crate::models::build_factorized(&its_job.model, &features, &ranks)
+            .map_err(|why| format!("does not fit: {why}"))?;
         let precision = match job.distill.as_ref().map_or(TeacherPrecision::Same, |d| d.teacher_precision) {
             TeacherPrecision::Same => job.train.precision,
             TeacherPrecision::F32 => Precision::F32,
             TeacherPrecision::Bf16 => Precision::Bf16,
         };
-        let teacher = Self { model: its_job.model, precision, layout: built.layout, weights, statistics };
+        let model = its_job.model;
+        let teacher = Self { model, ranks, precision, layout: built.layout, weights, statistics };
         teacher.check_names()?;
         Ok(teacher)
     }
@@ -121,7 +124,8 @@ impl Teacher {
 
     /// Its network for samples of these features, fused for this backend.
     pub fn network(&self, features: &Features, backend: Backend) -> Result<TeacherNetwork, ModelError> {
-        let (loss, rules, dtype) = (LossOptions::default(), ParamRules::default(), self.dtype(backend));
+        let (loss, dtype) = (LossOptions::default(), self.dtype(backend));
+        let rules = ParamRules::of_ranks(&self.ranks);
         let features = teacher_features(features);
         let BuiltModel { network, .. } =
             fused_network(&self.model, &loss, &rules, &features, dtype, backend)?;

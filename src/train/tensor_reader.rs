@@ -202,7 +202,7 @@ fn decode(dtype: Dtype, bytes: &[u8], into: &mut Vec<f32>) {
 }
 
 /// Writes values to a flat tensor of any float type.
-fn write_f32(to: &Tensor, values: &[f32]) -> candle_core::Result<()> {
+pub(super) fn write_f32(to: &Tensor, values: &[f32]) -> candle_core::Result<()> {
     match to.dtype() {
         DType::F32 => host::write(to, |to: &mut [f32]| to.copy_from_slice(values)),
         _ => cast_into(&Tensor::from_slice(values, values.len(), to.device())?, to),

@@ -12,6 +12,8 @@ use crate::train::Failure;
 pub enum ExportError {
     #[error("a `{kind}` model has no `{}` form", format.name())]
     UnsupportedPair { kind: &'static str, format: ExportFormat },
+    #[error("`{layer}` is factorized, and `{}` has no form for the two layers of `[lowrank]`", format.name())]
+    Factorized { layer: String, format: ExportFormat },
     #[error("`--quantize {}` has no form in `{}`", quantized.name(), format.name())]
     QuantizationFormat { quantized: QuantizedType, format: ExportFormat },
     #[error("`--quantize {}` has no form for a `{kind}` model", quantized.name())]
@@ -80,6 +82,7 @@ impl ExportError {
         matches!(
             self,
             Self::UnsupportedPair { .. }
+                | Self::Factorized { .. }
                 | Self::QuantizationFormat { .. }
                 | Self::QuantizationKind { .. }
                 | Self::Rounding { .. }
@@ -101,6 +104,9 @@ impl ExportError {
                     .map(|format| format!("`--format {}`", format.name()))
                     .collect();
                 Some(format!("a `{kind}` model exports with {}", formats.join(", ")))
+            }
+            Self::Factorized { .. } => {
+                Some("`--format onnx`, `tflite` and `safetensors` keep the two layers".into())
             }
             Self::QuantizationFormat { quantized, format } => {
                 let formats: Vec<String> = quantized

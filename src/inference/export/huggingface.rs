@@ -242,6 +242,7 @@ mod tests {
             let source = ExportSource {
                 name: "vit",
                 model: &model,
+                ranks: Default::default(),
                 features: &features,
                 weights: "".as_ref(),
                 statistics: "".as_ref(),

@@ -20,7 +20,8 @@ pub fn calibrate(
     options: &SessionOptions,
     mut progress: impl FnMut(u64),
 ) -> Result<ActivationQuantization, Failure> {
-    let mut network = models::build(&model.job.model, model.features())?.network;
+    let built = models::build_factorized(&model.job.model, model.features(), &model.job.ranks())?;
+    let mut network = built.network;
     let names = points::insert(&mut network, &[], &ActivationPoints::None).unwrap_or_default();
     let held_bytes = options.held_bytes + names.len() as u64 * Observers::BYTES;
     let observers = Arc::new(Observers::default());

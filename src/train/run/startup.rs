@@ -4,20 +4,23 @@ use super::evaluation::Evaluation;
 use super::skipped_records::SkippedRecordLog;
 use super::{Run, RunOptions};
 use crate::base::features::{InputSpec, TargetSpec};
-use crate::base::regular_file;
+use crate::base::{Role, regular_file};
 use crate::data::DatasetContext;
 use crate::data::fingerprint::{self, DataFingerprint, FingerprintInput};
 use crate::data::language::tokenizer::MAX_SETTINGS_BYTES;
 use crate::events::event::Event;
 use crate::events::{Reporter, Summary};
+use crate::graph::network::StepError;
 use crate::job::Job;
 use crate::kernels::update::cast_into;
 use crate::memory::measure;
+use crate::planner::estimate::FACTORIZATION;
 use crate::planner::plan::{MemoryPlan, PlanVerdict};
 use crate::train::Failure;
 use crate::train::checkpoint::{self, CheckpointState, Checkpoints, NewestCheckpoint};
 use crate::train::datasets::{self, Datasets};
 use crate::train::initial_weights::InitReport;
+use crate::train::low_rank;
 use crate::train::no_graph::NoGraph;
 use crate::train::run_dir::{self, RunDir};
 use crate::train::setup::Setup;
@@ -26,10 +29,13 @@ use crate::train::supervisor::RestartInfo;
 /// Prepares and plans the job. The budget is the host's; after a worker died it is less than that worker needed,
 /// unless no plan is that small. `previous` is the checkpoint state of the run being resumed.
 pub(super) fn plan_run(
-    job: Job,
+    mut job: Job,
     options: &RunOptions,
     previous: Option<&CheckpointState>,
 ) -> Result<PlannedRun, Failure> {
+    if let Some(state) = previous {
+        low_rank::keep_ranks(&mut job, &state.job);
+    }
     let ram_cap = options.restart.as_ref().and_then(|restart| restart.max_ram);
     let ram = ram_cap.map_or(options.ram, |most| most.min(options.ram));
     let mut setup = Setup::open(job, ram, &options.opening)?.on_gpu(options.gpu.clone());
@@ -252,12 +258,17 @@ impl Run<'_> {
     fn load_initial_weights(&mut self) -> Result<(), Failure> {
         let Some(weights) = self.ctx.setup.initial_weights()? else { return Ok(()) };
         let (store, average) = (&self.ctx.engine.store, &self.ctx.engine.average);
+        let bytes = weights.factorization_bytes(&store.layout);
+        let host = &self.ctx.engine.host_ledger;
+        let held = (bytes > 0).then(|| host.reserve(Role::Workspace, FACTORIZATION, bytes));
+        let held = held.transpose().map_err(StepError::Oom)?;
         weights.load(store)?;
+        drop(held);
         if let Some(average) = average {
             cast_into(&store.master_weights, average)?;
         }
-        let InitReport { matched, new, resized, left_over } = weights.report;
-        self.ctx.record(Event::Initialized { matched, new, resized, left_over })
+        let InitReport { matched, new, resized, left_over, factorized } = weights.report;
+        self.ctx.record(Event::Initialized { matched, new, resized, left_over, factorized })
     }
 
     /// Resumes from a checkpoint, or starts from scratch if there is none.

@@ -1,4 +1,5 @@
-//! `[train]`, `[optimizer]`, `[schedule]`, `[memory]`, `[eval]`, `[checkpoint]`, `[prune]`, `[distill]` and `[log]`.
+//! `[train]`, `[optimizer]`, `[schedule]`, `[memory]`, `[eval]`, `[checkpoint]`, `[prune]`, `[lowrank]`,
+//! `[distill]` and `[log]`.
 
 use toml::{Table, Value};
 
@@ -91,6 +92,7 @@ pub fn case(
         set_prune(&mut Draw::new(seed, "prune"), &mut job, steps.then_some(updates));
         set_distill(&mut Draw::new(seed, "distill"), &mut job, classes);
     }
+    set_lowrank(&mut Draw::new(seed, "lowrank"), &mut job, begins_with_weights);
     let mut log = Table::new();
     if draw.chance(0.9) {
         log.number("every_steps", draw.pick(&[1, 1, 1, 2]));
@@ -330,6 +332,39 @@ fn set_prune(draw: &mut Draw, job: &mut Table, steps: Option<usize>) {
         table.set("skip", skip);
     }
     job.set("prune", table);
+}
+
+/// Factorized layers, of models that have some whatever their sizes. Drawn apart, like the loss.
+fn set_lowrank(draw: &mut Draw, job: &mut Table, has_weights: bool) {
+    let kind = job["model"].get("kind").and_then(Value::as_str).unwrap_or_default();
+    let layer = match kind {
+        "resnet" => "layer1.0.conv1",
+        "mobilenet" => "features.2.conv.0.0",
+        "vit" => "*.out_proj",
+        "gpt" => "*.c_proj",
+        "llama" => "*.down_proj",
+        "bert" => "*.output.dense",
+        _ => return,
+    };
+    if !draw.chance(if has_weights { 0.8 } else { 0.15 }) {
+        return;
+    }
+    let is_large = matches!(kind, "resnet" | "mobilenet");
+    let mut table = Table::new();
+    match draw.below(if has_weights { 4 } else { 2 }) {
+        0 if is_large => {
+            let mut ranks = Table::new();
+            ranks.number(layer, draw.within(1..=4));
+            table.set("ranks", ranks);
+        }
+        2 if is_large => drop(table.set("target", draw.pick(&["1.2x", "2x"]))),
+        2 | 3 => drop(table.set("energy", draw.pick(&[0.1, 0.3]))),
+        _ => drop(table.number("rank", draw.within(1..=2))),
+    }
+    if !table.contains_key("target") && draw.chance(0.4) {
+        table.set("layers", layer);
+    }
+    job.set("lowrank", table);
 }
 
 /// A teacher, where targets are classes or tokens. Drawn apart, like the loss.

@@ -1,0 +1,178 @@
+//! The ranks of a job's `[lowrank]`, before its model is built: from the model alone, or from the singular values of the
+//! weights that `train.init` names. They become part of the job, so that a run needs those weights only to start.
+
+use super::Failure;
+use super::initial_weights::{InitError, WeightFiles};
+use crate::base::features::Features;
+use crate::base::units::{Bytes, counted};
+use crate::job::{Job, LowRankConfig, Ranks, SizeRatio};
+use crate::kernels::host;
+use crate::kernels::low_rank::{self, Matrix, rank_of_energy, singular_values};
+use crate::models::ModelError;
+use crate::params::{MatrixLayer, matching_layers};
+
+/// Halvings of the interval in which the energy of a size target is searched: beyond the resolution of f64.
+const BISECTIONS: usize = 60;
+
+/// Why no ranks were found.
+#[derive(Debug, thiserror::Error)]
+pub enum LowRankError {
+    #[error(
+        "`[lowrank]` factorizes nothing: of {}, none becomes smaller at {asked}",
+        counted(*layers as u64, "linear layer or convolution")
+    )]
+    Nothing { layers: usize, asked: String },
+    #[error(
+        "`lowrank.target` is \"{target}\", and with rank 1 in every layer that may be factorized the model is {smallest:.2} \
+         times smaller"
+    )]
+    Target { target: SizeRatio, smallest: f64 },
+    #[error("the singular values of `{layer}` take {}, and the budget is {}", Bytes(*needed), Bytes(*max_bytes))]
+    Memory { layer: String, needed: u64, max_bytes: u64 },
+}
+
+/// Finds the ranks of `job`, for samples of these features, within `ram` bytes. Does nothing if the job has no `[lowrank]`,
+/// or has its ranks.
+pub fn resolve(job: &mut Job, features: &Features, ram: u64) -> Result<(), Failure> {
+    let Some(config) = job.lowrank.as_ref().filter(|config| config.ranks.is_empty()) else { return Ok(()) };
+    let layout = crate::models::build(&job.model, features)?.layout;
+    let layers = matching_layers(&config.layers, &layout.matrices).map_err(ModelError::from)?;
+    let layers: Vec<&MatrixLayer> = layers.into_iter().filter(|layer| layer.max_rank() > 0).collect();
+    let (ranks, asked) = match (config, &job.train.init) {
+        (LowRankConfig { rank: Some(rank), .. }, _) => {
+            (fitting(&layers, |_| *rank), format!("a rank of {rank}"))
+        }
+        (config, Some(init)) => {
+            let spectra = spectra(&WeightFiles::open(init)?, &layers, ram)?;
+            let at = |energy: f64| fitting(&layers, |index| rank_of_energy(&spectra[index], energy));
+            match (config.energy, config.target) {
+                (_, Some(target)) => {
+                    let ranks = of_size(target, layout.params.len, &layers, at)?;
+                    (ranks, format!("\"{target}\""))
+                }
+                (energy, None) => {
+                    let energy = energy.unwrap_or(1.0);
+                    (at(energy), format!("{energy} of its energy"))
+                }
+            }
+        }
+        // Loading the job refused it.
+        (_, None) => return Ok(()),
+    };
+    if ranks.is_empty() {
+        return Err(Failure::LowRank(LowRankError::Nothing { layers: layers.len(), asked }));
+    }
+    job.lowrank.iter_mut().for_each(|config| config.ranks.clone_from(&ranks));
+    Ok(())
+}
+
+/// Takes the ranks of the job of a checkpoint, as JSON, if `job` has none.
+pub fn keep_ranks(job: &mut Job, before: &serde_json::Value) {
+    let kept = serde_json::from_value::<Ranks>(before["lowrank"]["ranks"].clone());
+    if let (Some(config), Ok(kept)) = (&mut job.lowrank, kept)
+        && config.ranks.is_empty()
+    {
+        config.ranks = kept;
+    }
+}
+
+/// The ranks, given by the index of a layer, of the layers that become smaller.
+fn fitting(layers: &[&MatrixLayer], rank: impl Fn(usize) -> usize) -> Ranks {
+    let ranks = layers.iter().enumerate().map(|(index, layer)| (layer, rank(index)));
+    let smaller = ranks.filter(|(layer, rank)| *rank <= layer.max_rank());
+    smaller.map(|(layer, rank)| (layer.name.clone(), rank)).collect()
+}
+
+/// The singular values of each layer's weight.
+fn spectra(files: &WeightFiles, layers: &[&MatrixLayer], ram: u64) -> Result<Vec<Vec<f64>>, Failure> {
+    let spectrum = |layer: &&MatrixLayer| {
+        let needed = low_rank::layer_bytes(layer, Some(0));
+        if needed > ram {
+            let (layer, max_bytes) = (layer.name.clone(), ram);
+            return Err(Failure::LowRank(LowRankError::Memory { layer, needed, max_bytes }));
+        }
+        let Some(values) = files.matrix(layer)? else {
+            let (name, shape) = (&layer.weight.name, &layer.weight.shape);
+            let problems = vec![format!("it has no `{name}` of shape {shape:?}")];
+            let policy = crate::job::InitHead::Strict;
+            return Err(Failure::Init(InitError::Mismatch { problems, policy }));
+        };
+        let (rows, columns) = layer.dims();
+        Ok(singular_values(Matrix { values: &host::read(&values)?, rows, columns }))
+    };
+    layers.iter().map(spectrum).collect()
+}
+
+/// The ranks `at` the largest energy with which a model of `parameters` values is small enough.
+fn of_size(
+    target: SizeRatio,
+    parameters: usize,
+    layers: &[&MatrixLayer],
+    at: impl Fn(f64) -> Ranks,
+) -> Result<Ranks, Failure> {
+    let ratio = |ranks: &Ranks| {
+        let saved = layers.iter().filter_map(|layer| {
+            let rank = ranks.get(&layer.name)?;
+            Some(layer.weight.len() - layer.factors_len(*rank))
+        });
+        parameters as f64 / (parameters - saved.sum::<usize>()) as f64
+    };
+    let smallest = ratio(&at(0.0));
+    if smallest < target.value() {
+        return Err(Failure::LowRank(LowRankError::Target { target, smallest }));
+    }
+    let (mut enough, mut too_much) = (0.0, 1.0);
+    for _ in 0..BISECTIONS {
+        let middle = (enough + too_much) / 2.0;
+        match ratio(&at(middle)) >= target.value() {
+            true => enough = middle,
+            false => too_much = middle,
+        }
+    }
+    Ok(at(enough))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::params::{ParamRegistry, TensorUse};
+
+    fn layers(shapes: &[[usize; 2]]) -> Vec<MatrixLayer> {
+        let mut registry = ParamRegistry::default();
+        for (i, shape) in shapes.iter().enumerate() {
+            let names = ["weight", "bias"].map(|part| format!("{i}.{part}"));
+            registry.matrix_layer(&i.to_string(), names, shape.to_vec(), TensorUse::Weight, false);
+        }
+        registry.into_layout().unwrap().matrices
+    }
+
+    /// The largest energy that is small enough: one more component somewhere is too many.
+    #[test]
+    fn a_size_target_is_met_and_not_exceeded_by_much() {
+        let all = layers(&[[64, 64], [64, 32], [4, 4]]);
+        let layers: Vec<&MatrixLayer> = all.iter().collect();
+        let spectra: Vec<Vec<f64>> =
+            [64, 32, 4].iter().map(|n| (0..*n).map(|i| 0.9f64.powi(i)).collect()).collect();
+        let at = |energy: f64| fitting(&layers, |index| rank_of_energy(&spectra[index], energy));
+        let parameters = 64 * 64 + 64 * 32 + 16 + 100;
+        for (text, most) in [("1.5x", 1.7), ("2x", 2.3), ("4x", 5.0)] {
+            let target: SizeRatio = text.parse().unwrap();
+            let ranks = of_size(target, parameters, &layers, at).unwrap();
+            let saved: usize = layers
+                .iter()
+                .filter_map(|layer| Some(layer.weight.len() - layer.factors_len(*ranks.get(&layer.name)?)))
+                .sum();
+            let ratio = parameters as f64 / (parameters - saved) as f64;
+            assert!(ratio >= target.value() && ratio < most, "{text}: {ratio} with {ranks:?}");
+        }
+        let error = of_size("99x".parse().unwrap(), parameters, &layers, at).unwrap_err().to_string();
+        assert!(error.contains("`lowrank.target` is \"99x\"") && error.contains("times smaller"), "{error}");
+    }
+
+    #[test]
+    fn layers_that_would_not_become_smaller_stay_whole() {
+        let all = layers(&[[64, 64], [64, 8]]);
+        let ranks = fitting(&all.iter().collect::<Vec<_>>(), |_| 10);
+        assert_eq!(ranks, Ranks::from([("0".to_owned(), 10)]));
+    }
+}
