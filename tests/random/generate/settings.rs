@@ -334,7 +334,7 @@ fn set_prune(draw: &mut Draw, job: &mut Table, steps: Option<usize>) {
     job.set("prune", table);
 }
 
-/// Factorized layers, of models that have some whatever their sizes. Drawn apart, like the loss.
+/// Factorized layers, of models that are wide enough. Drawn apart, like the loss.
 fn set_lowrank(draw: &mut Draw, job: &mut Table, has_weights: bool) {
     let kind = job["model"].get("kind").and_then(Value::as_str).unwrap_or_default();
     let layer = match kind {
@@ -346,10 +346,12 @@ fn set_lowrank(draw: &mut Draw, job: &mut Table, has_weights: bool) {
         "bert" => "*.output.dense",
         _ => return,
     };
-    if !draw.chance(if has_weights { 0.8 } else { 0.15 }) {
+    let is_large = matches!(kind, "resnet" | "mobilenet");
+    // Factors of narrow layers are not smaller.
+    let width = job["model"].get("width").and_then(Value::as_integer).unwrap_or(0);
+    if !draw.chance(if has_weights { 0.8 } else { 0.15 }) || !is_large && width < 12 {
         return;
     }
-    let is_large = matches!(kind, "resnet" | "mobilenet");
     let mut table = Table::new();
     match draw.below(if has_weights { 4 } else { 2 }) {
         0 if is_large => {
