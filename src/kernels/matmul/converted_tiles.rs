@@ -53,15 +53,15 @@ pub(super) fn gemm<T: Elem, O: Elem<Acc = T::Acc>>(
     let tiles_per_row = n.div_ceil(TILE);
     parallel_for(m.div_ceil(TILE) * tiles_per_row, &|index| {
         let (i, j) = (index / tiles_per_row * TILE, index % tiles_per_row * TILE);
-        let (rows, depth, cols) = (TILE.min(m - i), DEPTH.min(k), TILE.min(n - j));
-        let mut buffer = uninit::<T::Acc>(rows * depth + depth * cols + rows * cols);
-        let (a_values, rest) = buffer.split_at_mut(rows * depth);
-        let (b_values, sums) = rest.split_at_mut(depth * cols);
+        let (rows, cols) = (TILE.min(m - i), TILE.min(n - j));
+        let mut sums = uninit::<T::Acc>(rows * cols);
+        let mut converted = [rows, cols].map(|size| uninit::<T::Acc>(size * DEPTH.min(k)));
+        let [a_values, b_values] = &mut converted;
         for p in (0..k).step_by(DEPTH) {
             let depth = DEPTH.min(k - p);
             let a = convert(a.block((i, rows), (p, depth)), a_values);
             let b = convert(b.block((p, depth), (j, cols)), b_values);
-            super::gemm(sums, cols, a, b, p > 0, Threading::Serial);
+            super::gemm(&mut sums, cols, a, b, p > 0, Threading::Serial);
         }
         vectorised!(T, || {
             for (row, sums) in sums.chunks_exact(cols).enumerate() {
