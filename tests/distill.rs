@@ -112,8 +112,8 @@ fn a_plan_compares_the_student_with_its_teacher() {
         assert!(number("teacher", key) > number("model", key), "{plan}");
     }
     assert!(number("model", "memory_bytes") > 4 * number("model", "parameters"), "{plan}");
-    for command in ["plan", "check"] {
-        let text = trainer(at, &[command, "job.toml"]).expect(0).stdout;
+    for words in [&["plan", "job.toml"][..], &["check", "job.toml", "-v"]] {
+        let text = trainer(at, words).expect(0).stdout;
         assert!(text.contains("6,418 parameters, 12,768 operations and"), "{text}");
     }
 }

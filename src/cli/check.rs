@@ -80,7 +80,7 @@ impl CheckArgs {
                 preview.lines().into_iter().chain([parameters]).chain(factorized).chain(pruned).collect();
             let width = console::Term::stdout().size_checked().map(|(_, columns)| columns.into());
             print_line(text::wrap_to(&[summary(&setup.job)], width, 4).join("\n"))?;
-            let smaller = setup.smaller_model();
+            let smaller = setup.smaller_model().filter(|_| common.verbose);
             let smaller =
                 smaller.iter().flat_map(prediction_rows).map(|(name, cost)| (name.to_owned(), cost));
             print_line(aligned(&rows.into_iter().chain(smaller).collect::<Vec<_>>(), width).join("\n"))?;

@@ -69,8 +69,8 @@ impl CodedNumbers {
             marks.filter(|(mark, n)| *n >= MIN_MARKS && is_far(**mark)).max_by_key(|x| x.1)
         {
             return Some(format!(
-                "column `{name}` has `{mark}` {count} times in the first rows, and otherwise {smallest} to {largest}: if \
-                 it stands for a missing value, add it to `missing`, as in `missing = [\"\", \"{mark}\"]`"
+                "column `{name}` has `{mark}` {count} times in the first rows, and otherwise {smallest} to {largest}: \
+                 if it stands for a missing value, add it to `missing`, as in `missing = [\"\", \"{mark}\"]`"
             ));
         }
         let at = self.times.iter().position(|count| *count == self.others && smallest < largest)?;

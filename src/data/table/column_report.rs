@@ -61,17 +61,26 @@ fn format_number(x: f64) -> String {
     format!("{x:.digits$}")
 }
 
-/// Categorical inputs with a category for each row.
+/// Categorical inputs with a category for each row, or nearly.
 pub fn identifier_warnings(columns: &[Column], statistics: Option<&TableStatistics>) -> Vec<String> {
     const MIN_ROWS: u64 = 20;
+    const MIN_VALUES: u64 = 32;
     let Some(statistics) = statistics.filter(|statistics| statistics.rows >= MIN_ROWS) else {
         return Vec::new();
     };
+    let is_nearly_each = |values: u64| values >= MIN_VALUES && 4 * values >= statistics.rows;
     let each = columns.iter().zip(&statistics.columns).filter(|(column, _)| !column.target);
     each.filter_map(|(column, found)| match found {
         ColumnStatistics::Category(counts) if counts.values.len() as u64 == statistics.rows => Some(format!(
             "column `{}` has as many values as training rows, {}: no value is seen twice, add it to `ignore`",
             column.name, statistics.rows
+        )),
+        ColumnStatistics::Category(counts) if is_nearly_each(counts.values.len() as u64) => Some(format!(
+            "column `{}` has {} different values in {} training rows, most of them seen a few times at most: if they \
+             are quantities, write them as numbers; otherwise consider `ignore`",
+            column.name,
+            counts.values.len(),
+            statistics.rows
         )),
         _ => None,
     })

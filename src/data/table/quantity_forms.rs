@@ -1,11 +1,11 @@
-//! Texts that stand for quantities which no column of numbers can hold as they are written: durations, lists, fractions,
-//! ranges.
+//! Texts that stand for quantities which no column of numbers can hold as they are written: durations, lists,
+//! fractions, ranges, pairs, numbers with marks.
 
 use super::units::MANY_NUMBERS;
 use super::{CellPlace, hash};
 
-/// Distinct values from which on fractions are taken for measurements and not for names of sizes.
-const MIN_FRACTIONS: u32 = 8;
+/// Distinct values from which on such texts are taken for measurements and not for names of sizes or ratings.
+const MIN_DISTINCT: u32 = 8;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum QuantityForm {
@@ -17,6 +17,10 @@ enum QuantityForm {
     Fraction,
     /// `10-20`, `1.5 to 2`. A few are names of groups.
     Range,
+    /// `45.5, 7.2`, `(1, 2)`.
+    Pair,
+    /// `="12"`, `0.5*`, `0.5±0.1`, `1.5x10^3`, `1_000`, `45°30'`, `0.5 (3)`, digits of other scripts.
+    Marked,
 }
 
 impl QuantityForm {
@@ -26,10 +30,12 @@ impl QuantityForm {
         let text = str::from_utf8(text).ok()?.trim();
         match () {
             () if is_list => Some(Self::List),
-            () if text.len() > MAX_BYTES || !text.bytes().any(|byte| byte.is_ascii_digit()) => None,
+            () if text.len() > MAX_BYTES || !text.chars().any(char::is_numeric) => None,
             () if is_clock(text) || has_units_of_time(text) => Some(Self::Duration),
             () if is_fraction(text) => Some(Self::Fraction),
             () if is_range(text) => Some(Self::Range),
+            () if is_pair(text) => Some(Self::Pair),
+            () if is_marked(text) => Some(Self::Marked),
             () => None,
         }
     }
@@ -40,6 +46,8 @@ impl QuantityForm {
             Self::List => "lists",
             Self::Fraction => "fractions",
             Self::Range => "ranges",
+            Self::Pair => "pairs of numbers",
+            Self::Marked => "numbers with marks",
         }
     }
 }
@@ -92,6 +100,39 @@ fn is_fraction(text: &str) -> bool {
     both && is_digits(whole.trim_start_matches('-'))
 }
 
+fn is_number(text: &str) -> bool {
+    text.trim().parse::<f64>().is_ok_and(f64::is_finite)
+}
+
+/// Whether `between` stands between two numbers.
+fn joins_numbers(text: &str, between: &str) -> bool {
+    text.split_once(between).is_some_and(|(a, b)| is_number(a) && is_number(b))
+}
+
+fn is_pair(text: &str) -> bool {
+    let text = text.strip_prefix('(').and_then(|rest| rest.strip_suffix(')')).unwrap_or(text);
+    [",", ";"].iter().any(|between| joins_numbers(text, between))
+}
+
+fn is_marked(text: &str) -> bool {
+    let bare = text.trim_matches(['=', '"', '\'', '*', '^', '†', '‡', '’']);
+    let mut groups = text.split('_');
+    let is_grouped = groups.next().is_some_and(is_digits)
+        && text.contains('_')
+        && groups.all(|group| group.len() == 3 && is_digits(group));
+    let in_brackets = text.strip_suffix(')').is_some_and(|rest| joins_numbers(rest, " ("));
+    let is_angle =
+        text.contains('°') && text.chars().all(|c| c.is_ascii_digit() || " .-°'\"′″NSEW".contains(c));
+    let foreign = |c: char| c.is_numeric() && !c.is_ascii_digit();
+    let is_foreign = text.chars().any(foreign) && text.chars().all(|c| foreign(c) || "-.,٫٬".contains(c));
+    bare.len() < text.len() && is_number(bare)
+        || is_grouped
+        || in_brackets
+        || is_angle
+        || is_foreign
+        || ["±", "+/-", "x10^", "×10^", "*10^"].iter().any(|between| joins_numbers(text, between))
+}
+
 /// Two numbers, the smaller one first.
 fn is_range(text: &str) -> bool {
     let number =
@@ -125,7 +166,7 @@ impl FormEvidence {
     /// What the texts are, and the first of them, if they are `least` at least.
     pub fn found(&self, least: f64) -> Option<(&'static str, &CellPlace)> {
         let least_distinct = match self.form {
-            QuantityForm::Fraction => MIN_FRACTIONS,
+            QuantityForm::Fraction | QuantityForm::Pair | QuantityForm::Marked => MIN_DISTINCT,
             QuantityForm::Range => MANY_NUMBERS,
             QuantityForm::Duration | QuantityForm::List => 1,
         };
@@ -159,10 +200,34 @@ mod tests {
         for text in ["10-20", "1.5 – 2", "$1,000-$2,000", "5 to 10", "1..3"] {
             assert_eq!(of(text), Some(QuantityForm::Range), "{text}");
         }
+        for text in ["45.5, 7.2", "(1, 2)", "1;2"] {
+            assert_eq!(of(text), Some(QuantityForm::Pair), "{text}");
+        }
+        for text in [
+            "=\"12\"", "'12", "0.5*", "0.5±0.1", "1.5x10^3", "1_000", "45°30'", "12.5° N", "0.5 (3)", "１２",
+            "٤٢",
+        ] {
+            assert_eq!(of(text), Some(QuantityForm::Marked), "{text}");
+        }
         assert_eq!(of("[1, 2]"), Some(QuantityForm::List));
-        for text in
-            ["5 kg", "2h", "a:b", "1/2/2021", "A1/2", "20-10", "1-2-3", "a-b", "cat", "1:2:3:4", "1 2", ""]
-        {
+        for text in [
+            "5 kg",
+            "2h",
+            "a:b",
+            "1/2/2021",
+            "A1/2",
+            "20-10",
+            "1-2-3",
+            "a-b",
+            "1_2",
+            "A12",
+            "(555) 123-4567",
+            "10.0.0.1",
+            "cat",
+            "1:2:3:4",
+            "1 2",
+            "",
+        ] {
             assert_eq!(of(text), None, "{text}");
         }
     }

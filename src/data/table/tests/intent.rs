@@ -125,6 +125,21 @@ fn a_column_that_is_the_target_in_other_words_is_warned_of() {
 }
 
 #[test]
+fn numbers_with_marks_are_refused_and_many_categories_are_warned_of() {
+    for (form, what) in
+        [("=\"\"{}\"\"", "numbers with marks"), ("{}*", "numbers with marks"), ("({}, 3)", "pairs")]
+    {
+        let error = refused((0..200).map(|i| format!("\"{}\"", form.replace("{}", &i.to_string()))));
+        assert!(error.contains(&format!("its values look like {what}")), "{error}");
+    }
+    let ratings = opened(&table((0..200).map(|i| format!("{}*", i % 5)))).unwrap();
+    assert_eq!(ratings.features().input_len(), 5);
+    let found = warnings(&table((0..200).map(|i| format!("A{}", i % 90))));
+    assert!(found[0].contains("column `x` has 90 different values in 200 training rows"), "{found:?}");
+    assert!(warnings(&table((0..200).map(|i| format!("A{}", i % 31)))).is_empty());
+}
+
+#[test]
 fn many_ranges_are_refused_and_a_few_are_names_of_groups() {
     let error = refused((0..200).map(|i| format!("{i}-{}", i + 5)));
     assert!(error.contains("its values look like ranges, as `0-5` in line 2"), "{error}");
