@@ -1,4 +1,4 @@
-//! `trainer compress` through the binary: the table, the file that is chosen, and what happens when none is good enough.
+//! `trainer compress` through the binary: the table, the file that is chosen, and the error when none is good enough.
 
 use std::fs;
 use std::path::Path;
@@ -14,8 +14,9 @@ fn trained(folder: &Path) {
     trainer(folder, &["fit", "job.toml", "--run-dir", "run", "-q"]).expect(0);
 }
 
-const JOB: &str = "[model]\nkind = \"mlp\"\nhidden = [64, 64]\n[data]\nkind = \"csv\"\n\
-    train = \"rows.csv\"\ntarget = \"y\"\n[train]\nbatch_size = 16\nsteps = 80\n[optimizer]\nlr = 0.01\n[log]\ntensorboard = false\nreport = false\n";
+const JOB: &str = "[model]\nkind = \"mlp\"\nhidden = [64, 64]\n[data]\nkind = \"csv\"\ntrain = \"rows.csv\"\n\
+    target = \"y\"\n[train]\nbatch_size = 16\nsteps = 80\n[optimizer]\nlr = 0.01\n[log]\ntensorboard = false\n\
+    report = false\n";
 
 #[test]
 fn the_best_small_variant_is_written() {
