@@ -1,77 +1,53 @@
-"""Trains a student on MNIST alone and with a teacher, and prints how much of the gap between them distillation closes.
+"""Trains a student on a part of MNIST, alone and with a teacher, and prints how much of the gap distillation closes.
 
-    python bench/distill.py --trainer target/release/trainer --mnist path/to/mnist [--epochs 2] [--seeds 1,2,3]
+    python bench/distill.py --trainer target/release/trainer --mnist path/to/mnist [--seeds 1,2,3]
 
-The student has a quarter of the teacher's parameters or fewer. Accuracies are of the test set, means over the seeds of the
-student; the teacher is trained once. Nothing but Python's standard library is needed.
+The teacher was trained on the whole training set; the student, a network of the same kind with a quarter of the
+parameters, sees the first samples of it only, with the same recipe alone and with the teacher. Accuracies are of
+the test set, means over the seeds of the student, with their standard deviation; the teacher is trained once.
 """
 
-import argparse
-import json
-import pathlib
 import statistics
-import subprocess
 import tempfile
 
-JOB = """
-seed = {seed}
-[model]
-kind = "cnn"
-stages = [{{ channels = {channels} }}, {{ channels = {twice} }}]
-hidden = [{hidden}]
-[data]
-kind = "idx"
-train_images = "{mnist}/train-images-idx3-ubyte.gz"
-train_labels = "{mnist}/train-labels-idx1-ubyte.gz"
-valid_images = "{mnist}/t10k-images-idx3-ubyte.gz"
-valid_labels = "{mnist}/t10k-labels-idx1-ubyte.gz"
-mean = 0.1307
-std = 0.3081
-[train]
-batch_size = 64
-epochs = {epochs}
-[schedule]
-kind = "cosine"
-[log]
-tensorboard = false
-report = false
-{rest}
+import mnist
+
+RECIPE = """
+[data.augment]
+translate = 0.1
+rotation = 10
+[optimizer]
+lr = {lr}
 """
-
-
-def run(args, folder, name, seed, channels, hidden, epochs, rest=""):
-    """Trains; returns the parameters and the accuracy on the test set."""
-    mnist = args.mnist.resolve()
-    twice = 2 * channels
-    sizes = {"channels": channels, "twice": twice, "hidden": hidden}
-    (folder / f"{name}.toml").write_text(JOB.format(seed=seed, mnist=mnist, epochs=epochs, rest=rest, **sizes))
-    words = ["fit", f"{name}.toml", "--run-dir", name, "-q"]
-    subprocess.run([args.trainer.resolve(), *words], cwd=folder, check=True)
-    summary = json.loads((folder / name / "summary.json").read_text())
-    return summary["parameters"], summary["metrics"]["valid.accuracy"]
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trainer", type=pathlib.Path, required=True)
-    parser.add_argument("--mnist", type=pathlib.Path, required=True)
-    parser.add_argument("--epochs", type=int, default=2)
+    parser = mnist.parser(__doc__)
+    parser.add_argument("--student-samples", type=int, default=2000)
+    parser.add_argument("--student-batch-size", type=int, default=32)
+    parser.add_argument("--lr", type=float, default=0.003, help="of the student")
+    parser.add_argument("--epochs", type=int, default=12)
     parser.add_argument("--teacher-epochs", type=int, default=4)
     parser.add_argument("--seeds", default="1,2,3", help="seeds of the student, separated by commas")
     parser.add_argument("--temperature", type=float, default=4.0)
-    parser.add_argument("--weight", type=float, default=0.9)
+    parser.add_argument("--weight", type=float, default=1.0)
     args = parser.parse_args()
-    distill = f'[distill]\nteacher = "teacher"\ntemperature = {args.temperature}\nweight = {args.weight}'
-    print("| model | parameters | accuracy |\n|---|---|---|", flush=True)
+    distill = f'[distill]\nteacher = "teacher"\ntemperature = {args.temperature}\nweight = {args.weight}\n'
+    print("| model | parameters | samples | accuracy |\n|---|---|---|---|", flush=True)
     with tempfile.TemporaryDirectory() as scratch:
-        folder = pathlib.Path(scratch)
-        size, teacher = run(args, folder, "teacher", 42, 32, 128, args.teacher_epochs)
-        print(f"| teacher | {size:,} | {teacher:.2%} |", flush=True)
+        bench = mnist.Bench(args, scratch)
+        size, teacher = bench.fit("teacher", 42, 16, 64, args.teacher_epochs)
+        print(f"| teacher | {size:,} | {bench.samples:,} | {teacher:.2%} |", flush=True)
+        bench.keep(args.student_samples)
+        bench.batch = args.student_batch_size
         means = {}
-        for name, rest in [("alone", ""), ("distilled", distill)]:
-            runs = [run(args, folder, f"{name}-{seed}", seed, 4, 16, args.epochs, rest) for seed in args.seeds.split(",")]
+        recipe = RECIPE.format(lr=args.lr)
+        for name, rest in [("alone", recipe), ("distilled", recipe + distill)]:
+            runs = [bench.fit(f"{name}-{seed}", seed, 8, 30, args.epochs, rest=rest) for seed in args.seeds.split(",")]
             means[name] = statistics.mean(accuracy for _, accuracy in runs)
-            print(f"| student, {name} | {runs[0][0]:,} | {means[name]:.2%} |", flush=True)
+            spread = statistics.stdev(accuracy for _, accuracy in runs) if len(runs) > 1 else 0
+            cells = [f"student, {name}", f"{runs[0][0]:,}", f"{bench.samples:,}", f"{means[name]:.2%} ± {spread:.2%}"]
+            print(f"| {' | '.join(cells)} |", flush=True)
         closed = (means["distilled"] - means["alone"]) / (teacher - means["alone"])
         print(f"\n{closed:.0%} of the gap closed")
 
