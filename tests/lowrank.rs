@@ -59,7 +59,7 @@ fn every_kind_of_model_is_factorized() {
             "rank = 4",
             vec!["onnx", "safetensors"],
         ),
-        (RESNET, "layer1.0.conv1", "target = \"2x\"", vec!["onnx"]),
+        (RESNET, "layer1.0.conv1", "energy = 0.5\nlayers = \"layer1\"", vec!["onnx"]),
         (MOBILENET, "features.3.conv.0.0", "rank = 4\nlayers = \"features.?.conv.0\"", vec!["tflite"]),
     ];
     for (model, layer, lowrank, formats) in kinds {

@@ -121,7 +121,7 @@ impl CompressArgs {
             smallest.map(|one| format!("{} is {:.2}x smaller", frontier::describe(one), one.ratio));
         let best = best.map(|one| format!("{} loses {:.4}", frontier::describe(one), one.loss));
         let nearest: Vec<String> = smallest.into_iter().chain(best).collect();
-        let hint = format!("{}; a job with [lowrank] or [prune] trains a smaller model", nearest.join(", "));
+        let hint = format!("{}; a job with [lowrank] or [prune] trains a smaller model", nearest.join("; "));
         CliError { exit: Exit::Failure, message, hint: Some(hint) }
     }
 }

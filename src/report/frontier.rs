@@ -12,7 +12,7 @@ const CHOSEN: RGBColor = RGBColor(0xc1, 0x46, 0x00);
 const FRONTIER: RGBColor = RGBColor(0x00, 0x67, 0xb0);
 const OTHER: RGBColor = RGBColor(0xb0, 0xb8, 0xc0);
 
-/// `rank 1/2, 80 % zero, int8`.
+/// `low rank 2x, 80.0 % zero, int8`.
 pub fn describe(variant: &Variant) -> String {
     let lowrank = variant.lowrank.map(|ratio| format!("low rank {ratio}"));
     let sparse = (variant.sparsity > 0.0).then(|| format!("{} zero", text::percent(variant.sparsity, 1.0)));
@@ -44,7 +44,7 @@ pub fn lines(frontier: &Frontier) -> Vec<String> {
     };
     let rows: Vec<Vec<String>> =
         std::iter::once(header.map(str::to_owned).to_vec()).chain(order.iter().map(row)).collect();
-    text::table("lrrrrrl", 0, &rows)
+    text::table("<>>>>><", 0, &rows)
 }
 
 /// The chart: the metric over the gzipped size, with a line along the frontier.
