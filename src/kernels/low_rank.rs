@@ -1,22 +1,18 @@
 //! The singular values of a matrix on the host, and its best factors of a rank.
 //!
 //! Takes f32 values in row-major order and computes in f64: the eigenvectors of the Gram matrix of the smaller
-//! side, by one-sided Jacobi rotations. Squaring costs half of f64's digits, so that singular values are exact to
-//! 1e-8 of the largest one, below what f32 resolves. Pairs of rows rotate in parallel, in an order that does not
-//! depend on threads. The time grows with the cube of the smaller side.
+//! side. Squaring costs half of f64's digits, so that singular values are exact to 1e-7 of the largest one, about what
+//! f32 resolves. The time grows with the cube of the smaller side.
 
 use std::borrow::Cow;
 
 use rayon::prelude::*;
 
+use super::symmetric_eigen;
 use crate::params::{MatrixLayer, ParamLayout};
 
-/// Rows are orthogonal when the cosine of their angle is at most this.
-const TOLERANCE: f64 = 1e-12;
-/// Rows whose norm is below this fraction of the Gram matrix's are rounding noise.
-const NOISE: f64 = 1e-15;
-/// Ten are enough in practice: the angles decrease quadratically.
-const MAX_SWEEPS: usize = 40;
+/// Eigenvalues below this fraction of the norm of the Gram matrix are rounding noise.
+const NOISE: f64 = 1e-14;
 /// Components below this fraction of the largest singular value are not balanced further between the factors.
 const MIN_BALANCE: f64 = 1e-6;
 
@@ -41,7 +37,7 @@ pub fn workspace_bytes(rows: usize, columns: usize, rank: usize) -> u64 {
     let factors = 4 * rank * (rows + columns);
     // A projection per thread, and the vectors that hold rows.
     let scratch = rayon::current_num_threads() * 8 * rows.max(columns) + 64 * small;
-    (transposed + 8 * small * small + factors + scratch) as u64
+    (transposed + symmetric_eigen::workspace_bytes(small) + factors + scratch) as u64
 }
 
 /// Host bytes at most while a layer of a model is factorized, its whole weight included.
@@ -117,81 +113,19 @@ impl<'a> Spectrum<'a> {
             false => values.chunks_exact(columns.max(1)).map(Into::into).collect(),
         };
         let gram = rows.par_iter().map(|row| rows.iter().map(|other| dot(row, other)).collect());
-        let mut eigen = orthogonalize(gram.collect());
-        // The row of an eigenvector has the length of its eigenvalue.
+        let (eigenvalues, mut eigenvectors) = symmetric_eigen::eigen(gram.collect());
+        let floor = NOISE * dot(&eigenvalues, &eigenvalues).sqrt();
         let mut values: Vec<(f64, usize)> =
-            eigen.iter().map(|row| norm(row)).enumerate().map(|(i, value)| (value, i)).collect();
+            eigenvalues.into_iter().enumerate().map(|(i, value)| (value, i)).collect();
         values.sort_by(|a, b| b.0.total_cmp(&a.0).then(a.1.cmp(&b.1)));
-        let floor = NOISE * values.iter().map(|(value, _)| value * value).sum::<f64>().sqrt();
-        let mut vectors = Vec::with_capacity(values.len());
-        for (value, index) in &mut values {
-            let mut vector = std::mem::take(&mut eigen[*index]);
-            match *value > floor {
-                true => vector.iter_mut().for_each(|x| *x /= *value),
-                false => {
-                    // Any direction does: the projection onto it is zero.
-                    *value = 0.0;
-                    vector.fill(0.0);
-                    vector[*index] = 1.0;
-                }
-            }
-            vectors.push(vector);
-        }
-        Self { rows, values: values.into_iter().map(|(value, _)| value.sqrt()).collect(), vectors }
+        let vectors = values.iter().map(|(_, i)| std::mem::take(&mut eigenvectors[*i])).collect();
+        let singular = |(value, _): (f64, usize)| if value > floor { value.sqrt() } else { 0.0 };
+        Self { rows, values: values.into_iter().map(singular).collect(), vectors }
     }
-}
-
-/// Rotates pairs of rows until all are orthogonal. Of a symmetric matrix, they then are its eigenvectors times its
-/// eigenvalues.
-fn orthogonalize(mut rows: Vec<Vec<f64>>) -> Vec<Vec<f64>> {
-    let len = rows.len();
-    if len < 2 {
-        return rows;
-    }
-    let noise = NOISE * NOISE * rows.iter().map(|row| dot(row, row)).sum::<f64>();
-    if !len.is_multiple_of(2) {
-        rows.push(vec![0.0; rows[0].len()]);
-    }
-    let half = rows.len() / 2;
-    // A tournament: every row meets every other once in a sweep, and all pairs of a round are disjoint.
-    for _ in 0..MAX_SWEEPS {
-        let mut rotated = false;
-        for _ in 0..rows.len() - 1 {
-            let (top, bottom) = rows.split_at_mut(half);
-            let pairs = top.par_iter_mut().zip(bottom.par_iter_mut().rev());
-            rotated |= pairs.map(|(p, q)| rotate(p, q, noise)).reduce(|| false, |a, b| a || b);
-            rows[1..].rotate_right(1);
-        }
-        if !rotated {
-            break;
-        }
-    }
-    rows.truncate(len);
-    rows
-}
-
-/// Makes two rows orthogonal; returns whether they were not.
-fn rotate(p: &mut [f64], q: &mut [f64], noise: f64) -> bool {
-    let (pp, qq, pq) = (dot(p, p), dot(q, q), dot(p, q));
-    if pp <= noise || qq <= noise || pq.abs() <= TOLERANCE * (pp * qq).sqrt() {
-        return false;
-    }
-    let zeta = (qq - pp) / (2.0 * pq);
-    let tangent = zeta.signum() / (zeta.abs() + (1.0 + zeta * zeta).sqrt());
-    let cosine = 1.0 / (1.0 + tangent * tangent).sqrt();
-    let sine = cosine * tangent;
-    for (p, q) in p.iter_mut().zip(q) {
-        (*p, *q) = (cosine * *p - sine * *q, sine * *p + cosine * *q);
-    }
-    true
-}
-
-fn norm(row: &[f64]) -> f64 {
-    dot(row, row).sqrt()
 }
 
 /// The inner product, in lanes that the compiler turns into vectors.
-fn dot<T: Copy + Into<f64>>(a: &[T], b: &[T]) -> f64 {
+pub(super) fn dot<T: Copy + Into<f64>>(a: &[T], b: &[T]) -> f64 {
     const LANES: usize = 8;
     let mut sums = [0f64; LANES];
     let (a_lanes, a_rest) = a.as_chunks::<LANES>();

@@ -64,6 +64,7 @@ pub mod rotary;
 pub mod sample_keys;
 pub mod scale;
 pub mod swiglu;
+mod symmetric_eigen;
 pub mod transpose;
 pub mod update;
 
