@@ -49,7 +49,8 @@ def run(args, folder, name, epochs, lr, keys):
     (folder / f"{name}.toml").write_text(job + keys)
 
     def trainer(*words):
-        subprocess.run([args.trainer.resolve(), *words, "-q"], cwd=folder, check=True)
+        command = [args.trainer.resolve(), *words, "-q"]
+        subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL)
 
     trainer("fit", f"{name}.toml", "--run-dir", name)
     trainer("export", name, "--checkpoint", "last", "--format", "safetensors", "-o", f"{name}-out")

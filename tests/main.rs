@@ -4,6 +4,7 @@
 //! memory of its own process runs in a child (`harness::ran_in_own_process`).
 
 mod bounds;
+mod compress;
 mod cuda_signatures;
 mod decoding;
 mod dispatch;

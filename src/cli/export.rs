@@ -235,7 +235,7 @@ impl ExportArgs {
 }
 
 /// The training set; the validation set if that cannot be opened.
-fn calibration_set(
+pub(super) fn calibration_set(
     model: &TrainedModel,
     session: &mut SessionOptions,
     common: &CommonArgs,
@@ -244,7 +244,7 @@ fn calibration_set(
         .or_else(|_| open_set(DatasetSplit::Valid, model, session, common))
 }
 
-fn open_set(
+pub(super) fn open_set(
     set: DatasetSplit,
     model: &TrainedModel,
     session: &mut SessionOptions,
@@ -263,7 +263,7 @@ fn open_set(
     Ok(dataset)
 }
 
-fn cli_error(error: ExportError) -> anyhow::Error {
+pub(super) fn cli_error(error: ExportError) -> anyhow::Error {
     let exit = match error {
         ExportError::Evaluation(failure) => return failure.into(),
         ExportError::Memory { .. } => Exit::Memory,

@@ -6,6 +6,7 @@
 mod check;
 mod compare;
 mod completions;
+mod compress;
 mod eval;
 pub mod exit;
 mod export;
@@ -68,6 +69,7 @@ With a trained model (RUN is a folder such as runs/job/20260101-000000):
   trainer predict RUN new.csv -o out.csv   predictions for new data
   trainer generate RUN --prompt Once       text of a language model
   trainer export RUN --format onnx -o DIR  for transformers, llama.cpp, ONNX Runtime
+  trainer compress RUN --target 4x         the best smaller variant of it
 
 Exit codes:
   0 success          1 the run failed     2 bad usage or bad job     3 does not fit in memory
@@ -177,6 +179,7 @@ pub enum Command {
     Predict(predict::PredictArgs),
     Generate(generate::GenerateArgs),
     Export(export::ExportArgs),
+    Compress(compress::CompressArgs),
     Verify(verify::VerifyArgs),
     Profile(profile::ProfileArgs),
     Probe(probe::ProbeArgs),
@@ -296,6 +299,7 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> Exit {
         Command::Eval(eval) => eval.run(common),
         Command::Predict(predict) => predict.run(common),
         Command::Export(export) => export.run(common),
+        Command::Compress(compress) => compress.run(common),
         Command::Generate(generate) => generate.run(common),
         Command::Probe(probe) => probe.run(common),
         Command::Schema(schema) => schema.run(),

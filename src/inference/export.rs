@@ -21,6 +21,7 @@ mod safetensors_file;
 mod tests;
 mod tflite;
 mod tokenizer;
+mod variant;
 mod weights;
 
 use std::any::Any;
@@ -36,6 +37,7 @@ pub use self::error::ExportError;
 pub use self::gguf::Quantization;
 pub use self::options::{ExportFormat, ExportOptions, QuantizedType, Rounding, UnknownWord};
 pub use self::rounding::{BlockScales, RoundedWeights, round_matrices};
+pub use self::variant::write_variant;
 pub use self::weights::WeightDtype;
 
 use self::folded::{FoldedNetwork, Op, Restored};

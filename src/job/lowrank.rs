@@ -15,11 +15,11 @@ pub type Ranks = BTreeMap<String, usize>;
 /// No layer is factorized.
 pub static NO_RANKS: Ranks = Ranks::new();
 
-/// Low-rank factorization: linear layers and convolutions become two layers each, `NAME.0` with `rank` outputs and `NAME.1`,
-/// whose product is the closest to the weight that `train.init` has; without `train.init` they start at random. A
-/// convolution of k x k becomes one of k x k with `rank` channels and one of 1 x 1. The last linear layer, convolutions in
-/// groups and the projections that `bert` and `llama` compute together (queries, keys and values; gate and up) stay whole,
-/// and so does a layer that would not become smaller.
+/// Low-rank factorization: linear layers and convolutions become two layers each, `NAME.0` with `rank` outputs and
+/// `NAME.1`, whose product is the closest to the weight that `train.init` has; without `train.init` they start at
+/// random. A convolution of k x k becomes one of k x k with `rank` channels and one of 1 x 1. The last linear
+/// layer, convolutions in groups and the projections that `bert` and `llama` compute together (queries, keys and
+/// values; gate and up) stay whole, and so does a layer that would not become smaller.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[schemars(extend("x-one-of" = ["rank", "energy", "target"]))]
 pub struct LowRankConfig {
@@ -27,8 +27,8 @@ pub struct LowRankConfig {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(range(min = 1, max = 1_048_576))]
     pub rank: Option<usize>,
-    /// The fraction of each weight's energy, the sum of the squares of its singular values, that its rank keeps at least.
-    /// Needs `train.init`.
+    /// The fraction of each weight's energy, the sum of the squares of its singular values, that its rank keeps at
+    /// least. Needs `train.init`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(extend("exclusiveMinimum" = 0.0, "exclusiveMaximum" = 1.0))]
     pub energy: Option<f64>,

@@ -24,6 +24,7 @@ const COMMANDS: &[(&str, &str)] = &[
     ("runs", "list ls history status"),
     ("compare", "diff"),
     ("export", "convert save"),
+    ("compress", "shrink quantize quantise"),
     ("plan", "memory estimate dry_run"),
     ("probe", "info devices doctor env"),
     ("report", "plot html"),

@@ -8,8 +8,6 @@ use std::borrow::Cow;
 
 use super::cpu::{self, WithDTypeMut};
 use super::matmul::Threading;
-use crate::vectorised;
-use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
 /// A type kernels compute in.
@@ -54,11 +52,6 @@ pub trait Elem: WithDTypeMut + Default {
 
     fn to_acc(self) -> Self::Acc;
     fn from_acc(value: Self::Acc) -> Self;
-
-    /// Converts values to the accumulator type; `to` has as many.
-    fn convert_to_acc(values: &[Self], to: &mut [Self::Acc]) {
-        vectorised!(Self, || to.iter_mut().zip(values).for_each(|(to, v)| *to = v.to_acc()));
-    }
 
     /// The values in the accumulator type; borrowed if the two types are the same.
     fn to_acc_slice(values: &[Self], threading: Threading) -> Cow<'_, [Self::Acc]>;
@@ -211,7 +204,7 @@ impl Elem for bf16 {
     const VECTORIZE: bool = true;
 
     fn to_acc_slice(values: &[bf16], threading: Threading) -> Cow<'_, [f32]> {
-        Cow::Owned(in_acc_type(values, threading))
+        Cow::Owned(convert_to_acc(values, threading))
     }
 
     #[inline(always)]
@@ -261,13 +254,8 @@ impl Elem for f16 {
 
     const VECTORIZE: bool = true;
 
-    /// By the instruction for it, where the CPU has one.
-    fn convert_to_acc(values: &[f16], to: &mut [f32]) {
-        values.convert_to_f32_slice(to);
-    }
-
     fn to_acc_slice(values: &[f16], threading: Threading) -> Cow<'_, [f32]> {
-        Cow::Owned(in_acc_type(values, threading))
+        Cow::Owned(convert_to_acc(values, threading))
     }
 
     #[inline(always)]
@@ -280,9 +268,11 @@ impl Elem for f16 {
     }
 }
 
-fn in_acc_type<T: Elem<Acc = f32>>(values: &[T], threading: Threading) -> Vec<f32> {
+fn convert_to_acc<T: Elem<Acc = f32>>(values: &[T], threading: Threading) -> Vec<f32> {
     let mut out = cpu::uninit::<f32>(values.len());
-    let convert = |first: usize, out: &mut [f32]| T::convert_to_acc(&values[first..][..out.len()], out);
+    let convert = |first: usize, out: &mut [f32]| {
+        vectorised!(T, || out.iter_mut().zip(&values[first..]).for_each(|(w, v)| *w = v.to_acc()))
+    };
     match threading {
         Threading::Parallel => cpu::parallel_for_rows(&mut out, 1, convert),
         Threading::Serial => convert(0, &mut out),

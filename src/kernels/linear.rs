@@ -12,7 +12,7 @@ use super::activation::{apply, each_activation};
 use super::clamp::ClampActivation;
 use super::grid::GRID_SMS;
 use super::matmul::{
-    CpuEpilogue, MatView, Threading, concurrent_workspace, gemm, gemm_workspace, matmul, matmul_epilogue,
+    CpuEpilogue, MatView, Threading, gemm, gemm_workspace, is_native_dtype, matmul, matmul_epilogue,
     matmul_workspace,
 };
 use super::{Activation, Elem, Real, SavedForBackward, cpu, reference};
@@ -258,8 +258,7 @@ impl LinearKernel<'_> {
             matmul(&mut dx, d, w.t(), Threading::Parallel);
             dx
         };
-        // At once, so that threads rarely wait at the end of one.
-        let (done, dx) = rayon::join(weight, || needs_input_grad.then(input));
+        let (done, dx) = join_backward(T::DTYPE, weight, || needs_input_grad.then(input));
         done?;
         dx.map(|dx| cpu::tensor(dx, self.input_shape(&dy)?)).transpose()
     }
@@ -281,6 +280,21 @@ impl LinearKernel<'_> {
     }
 }
 
+/// Whether both GEMMs of `backward` run at once, so that threads rarely wait at the end of one. Not where each GEMM
+/// converts its operands: the copies would take twice the memory.
+fn runs_concurrently(dtype: DType) -> bool {
+    is_native_dtype(dtype)
+}
+
+/// Runs both closures, concurrently if [`runs_concurrently`].
+pub(super) fn join_backward<A: Send, B: Send>(
+    dtype: DType,
+    weight: impl FnOnce() -> A + Send,
+    input: impl FnOnce() -> B + Send,
+) -> (A, B) {
+    if runs_concurrently(dtype) { rayon::join(weight, input) } else { (weight(), input()) }
+}
+
 /// Bytes of temporaries of the forward and the backward GEMMs with a weight of `k` inputs and `n` outputs, frozen or
 /// `trained`.
 pub fn workspace(
@@ -297,7 +311,7 @@ pub fn workspace(
         WeightLayout::OutIn => gemm_workspace(dtype, (n, rows, k), true, Threading::Parallel),
         WeightLayout::InOut => gemm_workspace(dtype, (k, rows, n), true, Threading::Parallel),
     };
-    (output, concurrent_workspace(dtype, weight, input))
+    (output, if runs_concurrently(dtype) { weight + input } else { weight.max(input) })
 }
 
 /// Row ranges whose column sums CUDA computes separately. Enough thread blocks of 128 columns to put six on

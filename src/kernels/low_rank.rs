@@ -1,9 +1,9 @@
 //! The singular values of a matrix on the host, and its best factors of a rank.
 //!
-//! Takes f32 values in row-major order and computes in f64: the eigenvectors of the Gram matrix of the smaller side, by
-//! one-sided Jacobi rotations. Squaring costs half of f64's digits, so that singular values are exact to 1e-8 of the largest
-//! one, below what f32 resolves. Pairs of rows rotate in parallel, in an order that does not depend on threads. The time
-//! grows with the cube of the smaller side.
+//! Takes f32 values in row-major order and computes in f64: the eigenvectors of the Gram matrix of the smaller
+//! side, by one-sided Jacobi rotations. Squaring costs half of f64's digits, so that singular values are exact to
+//! 1e-8 of the largest one, below what f32 resolves. Pairs of rows rotate in parallel, in an order that does not
+//! depend on threads. The time grows with the cube of the smaller side.
 
 use std::borrow::Cow;
 
@@ -64,8 +64,8 @@ pub fn singular_values(matrix: Matrix) -> Vec<f64> {
     Spectrum::of(matrix).values
 }
 
-/// The factors whose product is the matrix of this rank that is closest to `matrix`. Both have the norm of the square root
-/// of each singular value.
+/// The factors whose product is the matrix of this rank that is closest to `matrix`. Both have the norm of the
+/// square root of each singular value.
 pub fn factorize(matrix: Matrix, rank: usize) -> Factors {
     let Spectrum { rows, values, vectors } = Spectrum::of(matrix);
     let long = rows.first().map_or(0, |row| row.len());
@@ -197,8 +197,8 @@ fn dot<T: Copy + Into<f64>>(a: &[T], b: &[T]) -> f64 {
     let (a_lanes, a_rest) = a.as_chunks::<LANES>();
     let (b_lanes, b_rest) = b.as_chunks::<LANES>();
     for (a, b) in a_lanes.iter().zip(b_lanes) {
-        for lane in 0..LANES {
-            sums[lane] += a[lane].into() * b[lane].into();
+        for ((sum, a), b) in sums.iter_mut().zip(a).zip(b) {
+            *sum += (*a).into() * (*b).into();
         }
     }
     let rest: f64 = a_rest.iter().zip(b_rest).map(|(a, b)| (*a).into() * (*b).into()).sum();
@@ -247,9 +247,15 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(24))]
 
-        /// The theorem of Eckart and Young: the error of the best approximation is the norm of the singular values it lacks.
+        /// The theorem of Eckart and Young: the error of the best approximation is the norm of the singular values
+        /// it lacks.
         #[test]
-        fn factors_are_the_best_of_their_rank(rows in 1usize..40, columns in 1usize..40, fraction in 0.0f64..1.0, seed: u64) {
+        fn factors_are_the_best_of_their_rank(
+            rows in 1usize..40,
+            columns in 1usize..40,
+            fraction in 0.0f64..1.0,
+            seed: u64,
+        ) {
             let values = random_matrix(rows, columns, seed);
             let matrix = Matrix { values: &values, rows, columns };
             let spectrum = singular_values(matrix);
@@ -261,7 +267,8 @@ mod tests {
             prop_assert!((error - lost).abs() <= 1e-5 * spectrum[0], "{error} and {lost}");
         }
 
-        /// Rows of the right factor are orthogonal, columns of the left one too, and both have the singular values as squares.
+        /// Rows of the right factor are orthogonal, columns of the left one too, and both have the singular values
+        /// as squares.
         #[test]
         fn factors_are_orthogonal_and_balanced(rows in 2usize..30, columns in 2usize..30, seed: u64) {
             let values = random_matrix(rows, columns, seed);
@@ -269,9 +276,9 @@ mod tests {
             let (rank, spectrum) = (rows.min(columns), singular_values(matrix));
             let Factors { left, right } = factorize(matrix, rank);
             let column = |k: usize| left.iter().skip(k).step_by(rank).copied().collect::<Vec<f32>>();
-            for i in 0..rank {
+            for (i, value) in spectrum.iter().enumerate() {
                 for j in 0..rank {
-                    let expected = if i == j { spectrum[i] } else { 0.0 };
+                    let expected = if i == j { *value } else { 0.0 };
                     let [a, b] = [i, j].map(|k| &right[k * columns..(k + 1) * columns]);
                     // Small components are resolved to 1e-8 of the largest, squared.
                     let close = |value: f64| (value - expected).abs() <= 1e-4 * spectrum[0];
@@ -297,7 +304,8 @@ mod tests {
         }
     }
 
-    /// Components beyond the rank of the matrix change nothing, and one of their factors is not zero, so that they are trained.
+    /// Components beyond the rank of the matrix change nothing, and one of their factors is not zero, so that they
+    /// are trained.
     #[test]
     fn a_matrix_of_lower_rank_is_exact() {
         let (rows, columns) = (6, 9);

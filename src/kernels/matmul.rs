@@ -1,5 +1,5 @@
-//! GEMMs on plain slices: by the `gemm` crate (`gemm_crate`), by an AVX-512 kernel for small ones, by AMX, for half types
-//! without AMX in tiles of f32 (`converted_tiles`), and for a few rows by a kernel that streams the other operand (`gemv`).
+//! GEMMs on plain slices: by the `gemm` crate (`gemm_crate`), by an AVX-512 kernel for small ones, by AMX, and for a
+//! few rows by a kernel that streams the other operand (`gemv`).
 
 #[cfg(target_arch = "x86_64")]
 mod amx;
@@ -9,12 +9,10 @@ mod amx_tiles;
 mod avx512;
 #[cfg(target_arch = "x86_64")]
 mod bf16_split;
-mod converted_tiles;
 pub(super) mod gemm_crate;
 mod gemv;
 #[cfg(target_arch = "x86_64")]
 mod implicit_gemm;
-mod sink;
 
 use candle_core::DType;
 
@@ -66,11 +64,6 @@ impl<'a, T> MatView<'a, T> {
             row_stride: self.row_stride,
             col_stride: self.col_stride,
         }
-    }
-
-    /// The part of some rows and columns: the first of them, and how many.
-    fn block(self, (row, rows): (usize, usize), (col, cols): (usize, usize)) -> Self {
-        Self { data: &self.data[row * self.row_stride + col * self.col_stride..], rows, cols, ..self }
     }
 
     /// The transpose: the same values with swapped strides.
@@ -180,6 +173,15 @@ macro_rules! with_amx_elem {
     };
 }
 
+/// Whether a parallel GEMM of this type runs without converted copies of its operands.
+pub fn is_native_dtype(dtype: DType) -> bool {
+    #[cfg(target_arch = "x86_64")]
+    if dispatch() == Dispatch::Amx {
+        return true;
+    }
+    matches!(dtype, DType::F32 | DType::F64)
+}
+
 /// Times a GEMM on all threads. A serial one is a tile of another kernel, too short to be timed.
 fn scope(threading: Threading) -> Option<KernelScope> {
     if threading == Threading::Parallel { kernel_timer::enter(module_path!()) } else { None }
@@ -206,9 +208,6 @@ pub fn gemm<T: Elem>(
     }
     if threading == Threading::Parallel && try_amx::<T, T::Acc>(out, stride, a, b, accumulate, None) {
         return;
-    }
-    if threading == Threading::Parallel && converted_tiles::supports(T::DTYPE, k) {
-        return converted_tiles::gemm(out, stride, a, b, accumulate, CpuEpilogue::NONE);
     }
     let (a_data, b_data) = (T::to_acc_slice(a.data, threading), T::to_acc_slice(b.data, threading));
     let (a, b) = (a.with_data(&a_data), b.with_data(&b_data));
@@ -420,9 +419,6 @@ pub fn gemm_workspace(
             return bytes;
         }
     }
-    if threading == Threading::Parallel && converted_tiles::supports(dtype, k) {
-        return converted_tiles::workspace(dtype, (m, k, n));
-    }
     // Mirrors what `gemm` 0.19 does, with the tile heights of AVX2 and AVX-512. It computes the transposed result,
     // packs slices of at most KC of K, and packs `a` where its rows have a long stride and `b` where it is narrow.
     const KC: usize = 512;
@@ -492,9 +488,6 @@ pub fn matmul_workspace(
             return bytes;
         }
     }
-    if threading == Threading::Parallel && converted_tiles::supports(dtype, k) {
-        return converted_tiles::workspace(dtype, (m, k, n));
-    }
     gemm_workspace(dtype, (m, k, n), transposed_a, threading)
         + (acc_bytes(dtype) * converted_elements(dtype, m * n)) as u64
 }
@@ -502,20 +495,6 @@ pub fn matmul_workspace(
 /// Like [`gemm`], with the result rounded to the stored type; `out` is a whole row-major (m, n) matrix.
 pub fn matmul<T: Elem>(out: &mut [T], a: MatView<T>, b: MatView<T>, threading: Threading) {
     matmul_maybe_fused(out, a, b, threading, None);
-}
-
-/// Bytes of temporaries of two GEMMs that all threads compute at once, from the bytes of each alone.
-pub fn concurrent_workspace(dtype: DType, a: u64, b: u64) -> u64 {
-    #[cfg(target_arch = "x86_64")]
-    if dispatch() == Dispatch::Amx {
-        return a + b;
-    }
-    // Any K stands for all: an empty product has no temporaries.
-    if converted_tiles::supports(dtype, 1) {
-        (a + b).min(converted_tiles::workspace_bound(dtype))
-    } else {
-        a + b
-    }
 }
 
 /// Like [`matmul`] on all threads, followed by `epilogue`. It is fused into the GEMM where possible, while the sums are
@@ -544,11 +523,6 @@ fn matmul_maybe_fused<T: Elem>(
         return true;
     }
     if threading == Threading::Parallel && !out.is_empty() && try_amx::<T, T>(out, n, a, b, false, epilogue) {
-        return true;
-    }
-    let converted = threading == Threading::Parallel && converted_tiles::supports(T::DTYPE, a.cols);
-    if converted && !out.is_empty() {
-        converted_tiles::gemm(out, n, a, b, false, epilogue.unwrap_or(CpuEpilogue::NONE));
         return true;
     }
     match T::as_acc_mut(out) {

@@ -5,8 +5,8 @@ mod gpu;
 
 use candle_core::{DType, Result, Tensor};
 
-use super::linear::{add_partials, column_sums};
-use super::matmul::{MatView, Threading, concurrent_workspace, gemm, gemm_workspace, round};
+use super::linear::{add_partials, column_sums, join_backward};
+use super::matmul::{MatView, Threading, gemm, gemm_workspace, is_native_dtype, round};
 use super::{Elem, Real, cpu, reference};
 use crate::{vectorised, with_elem};
 
@@ -163,7 +163,7 @@ fn backward_cpu<T: Elem>(
         }
         Ok(dx)
     };
-    let (done, dx) = rayon::join(weights, || needs_input_grad.then(input).transpose());
+    let (done, dx) = join_backward(T::DTYPE, weights, || needs_input_grad.then(input).transpose());
     done?;
     dx?.map(|dx| cpu::tensor(dx, shape)).transpose()
 }
@@ -174,12 +174,18 @@ pub fn workspace(dtype: DType, rows: usize, k: usize, widths: &[usize], trained:
     let acc = cpu::acc_bytes(dtype);
     // Results in the accumulator type, if that is not the stored type.
     let acc_copy = |values: usize| if dtype.size_in_bytes() == acc { 0 } else { (values * acc) as u64 };
+    // Converting one map's columns of `dy` also converts the columns between them.
     let columns: usize = widths.iter().sum();
+    let gaps = if is_native_dtype(dtype) { 0 } else { acc_copy(rows * columns) };
     let largest = |packed: &dyn Fn(usize) -> u64| widths.iter().map(|n| packed(*n)).max().unwrap_or(0);
     let output = largest(&|n| gemm_workspace(dtype, (rows, k, n), false, Threading::Parallel));
-    let input = largest(&|n| gemm_workspace(dtype, (rows, n, k), false, Threading::Parallel));
+    let input = largest(&|n| gemm_workspace(dtype, (rows, n, k), false, Threading::Parallel))
+        + acc_copy(rows * k)
+        + gaps;
     let weights = widths.iter().zip(trained).filter(|(_, trained)| **trained);
-    let weights = weights.map(|(n, _)| gemm_workspace(dtype, (*n, rows, k), true, Threading::Parallel));
+    let weights =
+        weights.map(|(n, _)| gemm_workspace(dtype, (*n, rows, k), true, Threading::Parallel) + gaps);
     let weight = weights.max().unwrap_or(0);
-    (output + acc_copy(rows * columns), concurrent_workspace(dtype, weight, input) + acc_copy(rows * k))
+    let backward = if is_native_dtype(dtype) { weight + input } else { weight.max(input) };
+    (output + acc_copy(rows * columns), backward)
 }

@@ -34,7 +34,8 @@ pub enum RulesError {
     #[error("`lowrank.ranks` has `{layer}`, which is no layer that can be factorized; {near}")]
     NoLayer { layer: String, near: String },
     #[error(
-        "`lowrank.ranks` has {rank} for `{layer}`, whose weight of shape {shape:?} becomes smaller up to a rank of {most}"
+        "`lowrank.ranks` has {rank} for `{layer}`, whose weight of shape {shape:?} becomes smaller up to a rank of \
+         {most}"
     )]
     RankTooLarge { layer: String, rank: usize, shape: Vec<usize>, most: usize },
 }
@@ -182,8 +183,8 @@ impl ParamRules {
     }
 }
 
-/// The layers that one of `patterns`, those of `lowrank.layers`, matches by the name of the layer or of its weight; all
-/// if there are none.
+/// The layers that one of `patterns`, those of `lowrank.layers`, matches by the name of the layer or of its weight;
+/// all if there are none.
 pub fn matching_layers<'a>(
     patterns: &[String],
     layers: &'a [MatrixLayer],

@@ -8,6 +8,7 @@ pub mod data;
 mod event_lines;
 #[cfg(test)]
 pub(crate) mod fixtures;
+pub mod frontier;
 pub mod html;
 pub mod lr_curve;
 pub mod mlflow;

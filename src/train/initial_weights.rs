@@ -1,7 +1,8 @@
 //! The weights that a run starts from (`train.init`): those of another run, of a checkpoint, or of another tool.
 //!
-//! Tensors are matched by name; the factors of a layer of `[lowrank]` come from its whole weight, if that is there. What matched, what is new and what was left over is known from the headers of the
-//! files, before anything is allocated, and reported; nothing mismatches silently.
+//! Tensors are matched by name; the factors of a layer of `[lowrank]` come from its whole weight, if that is
+//! there. What matched, what is new and what was left over is known from the headers of the files, before anything
+//! is allocated, and reported; nothing mismatches silently.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;

@@ -1,11 +1,14 @@
-//! The ranks of a job's `[lowrank]`, before its model is built: from the model alone, or from the singular values of the
-//! weights that `train.init` names. They become part of the job, so that a run needs those weights only to start.
+//! The ranks of a job's `[lowrank]`, before its model is built: from the model alone, or from the singular values
+//! of the weights that `train.init` names. They become part of the job, so that a run needs those weights only to
+//! start.
+
+use std::path::Path;
 
 use super::Failure;
 use super::initial_weights::{InitError, WeightFiles};
 use crate::base::features::Features;
 use crate::base::units::{Bytes, counted};
-use crate::job::{Job, LowRankConfig, Ranks, SizeRatio};
+use crate::job::{InitHead, Job, LowRankConfig, Ranks, SizeRatio};
 use crate::kernels::host;
 use crate::kernels::low_rank::{self, Matrix, rank_of_energy, singular_values};
 use crate::models::ModelError;
@@ -23,36 +26,33 @@ pub enum LowRankError {
     )]
     Nothing { layers: usize, asked: String },
     #[error(
-        "`lowrank.target` is \"{target}\", and with rank 1 in every layer that may be factorized the model is {smallest:.2} \
-         times smaller"
+        "`lowrank.target` is \"{target}\", and with rank 1 in every layer that may be factorized the model is \
+         {smallest:.2} times smaller"
     )]
     Target { target: SizeRatio, smallest: f64 },
     #[error("the singular values of `{layer}` take {}, and the budget is {}", Bytes(*needed), Bytes(*max_bytes))]
     Memory { layer: String, needed: u64, max_bytes: u64 },
 }
 
-/// Finds the ranks of `job`, for samples of these features, within `ram` bytes. Does nothing if the job has no `[lowrank]`,
-/// or has its ranks.
+/// Finds the ranks of `job`, for samples of these features, within `ram` bytes. Does nothing if the job has no
+/// `[lowrank]`, or has its ranks.
 pub fn resolve(job: &mut Job, features: &Features, ram: u64) -> Result<(), Failure> {
     let Some(config) = job.lowrank.as_ref().filter(|config| config.ranks.is_empty()) else { return Ok(()) };
     let layout = crate::models::build(&job.model, features)?.layout;
     let layers = matching_layers(&config.layers, &layout.matrices).map_err(ModelError::from)?;
-    let layers: Vec<&MatrixLayer> = layers.into_iter().filter(|layer| layer.max_rank() > 0).collect();
+    let layers: Vec<MatrixLayer> = layers.into_iter().filter(|layer| layer.max_rank() > 0).cloned().collect();
+    let count = layers.len();
     let (ranks, asked) = match (config, &job.train.init) {
         (LowRankConfig { rank: Some(rank), .. }, _) => {
             (fitting(&layers, |_| *rank), format!("a rank of {rank}"))
         }
         (config, Some(init)) => {
-            let spectra = spectra(&WeightFiles::open(init)?, &layers, ram)?;
-            let at = |energy: f64| fitting(&layers, |index| rank_of_energy(&spectra[index], energy));
+            let spectra = Spectra::read(init, layers, layout.params.len, ram)?;
             match (config.energy, config.target) {
-                (_, Some(target)) => {
-                    let ranks = of_size(target, layout.params.len, &layers, at)?;
-                    (ranks, format!("\"{target}\""))
-                }
+                (_, Some(target)) => (spectra.of_size(target)?, format!("\"{target}\"")),
                 (energy, None) => {
                     let energy = energy.unwrap_or(1.0);
-                    (at(energy), format!("{energy} of its energy"))
+                    (spectra.at(energy), format!("{energy} of its energy"))
                 }
             }
         }
@@ -60,7 +60,7 @@ pub fn resolve(job: &mut Job, features: &Features, ram: u64) -> Result<(), Failu
         (_, None) => return Ok(()),
     };
     if ranks.is_empty() {
-        return Err(Failure::LowRank(LowRankError::Nothing { layers: layers.len(), asked }));
+        return Err(Failure::LowRank(LowRankError::Nothing { layers: count, asked }));
     }
     job.lowrank.iter_mut().for_each(|config| config.ranks.clone_from(&ranks));
     Ok(())
@@ -77,59 +77,72 @@ pub fn keep_ranks(job: &mut Job, before: &serde_json::Value) {
 }
 
 /// The ranks, given by the index of a layer, of the layers that become smaller.
-fn fitting(layers: &[&MatrixLayer], rank: impl Fn(usize) -> usize) -> Ranks {
+fn fitting(layers: &[MatrixLayer], rank: impl Fn(usize) -> usize) -> Ranks {
     let ranks = layers.iter().enumerate().map(|(index, layer)| (layer, rank(index)));
     let smaller = ranks.filter(|(layer, rank)| *rank <= layer.max_rank());
     smaller.map(|(layer, rank)| (layer.name.clone(), rank)).collect()
 }
 
-/// The singular values of each layer's weight.
-fn spectra(files: &WeightFiles, layers: &[&MatrixLayer], ram: u64) -> Result<Vec<Vec<f64>>, Failure> {
-    let spectrum = |layer: &&MatrixLayer| {
-        let needed = low_rank::layer_bytes(layer, Some(0));
-        if needed > ram {
-            let (layer, max_bytes) = (layer.name.clone(), ram);
-            return Err(Failure::LowRank(LowRankError::Memory { layer, needed, max_bytes }));
-        }
-        let Some(values) = files.matrix(layer)? else {
-            let (name, shape) = (&layer.weight.name, &layer.weight.shape);
-            let problems = vec![format!("it has no `{name}` of shape {shape:?}")];
-            let policy = crate::job::InitHead::Strict;
-            return Err(Failure::Init(InitError::Mismatch { problems, policy }));
-        };
-        let (rows, columns) = layer.dims();
-        Ok(singular_values(Matrix { values: &host::read(&values)?, rows, columns }))
-    };
-    layers.iter().map(spectrum).collect()
+/// The singular values of layers.
+pub struct Spectra {
+    layers: Vec<MatrixLayer>,
+    values: Vec<Vec<f64>>,
+    /// Number of parameters of the whole model.
+    parameters: usize,
 }
 
-/// The ranks `at` the largest energy with which a model of `parameters` values is small enough.
-fn of_size(
-    target: SizeRatio,
-    parameters: usize,
-    layers: &[&MatrixLayer],
-    at: impl Fn(f64) -> Ranks,
-) -> Result<Ranks, Failure> {
-    let ratio = |ranks: &Ranks| {
-        let saved = layers.iter().filter_map(|layer| {
+impl Spectra {
+    /// Reads the whole weights of `layers`, one at a time, from a run, a checkpoint or a file.
+    pub fn read(path: &Path, layers: Vec<MatrixLayer>, parameters: usize, ram: u64) -> Result<Self, Failure> {
+        let files = WeightFiles::open(path)?;
+        let spectrum = |layer: &MatrixLayer| {
+            let needed = low_rank::layer_bytes(layer, Some(0));
+            if needed > ram {
+                let (layer, max_bytes) = (layer.name.clone(), ram);
+                return Err(Failure::LowRank(LowRankError::Memory { layer, needed, max_bytes }));
+            }
+            let Some(values) = files.matrix(layer)? else {
+                let (name, shape) = (&layer.weight.name, &layer.weight.shape);
+                let problems = vec![format!("it has no `{name}` of shape {shape:?}")];
+                return Err(Failure::Init(InitError::Mismatch { problems, policy: InitHead::Strict }));
+            };
+            let (rows, columns) = layer.dims();
+            Ok(singular_values(Matrix { values: &host::read(&values)?, rows, columns }))
+        };
+        let values = layers.iter().map(spectrum).collect::<Result<_, _>>()?;
+        Ok(Self { layers, values, parameters })
+    }
+
+    /// The ranks that keep this fraction of the energy.
+    pub fn at(&self, energy: f64) -> Ranks {
+        fitting(&self.layers, |index| rank_of_energy(&self.values[index], energy))
+    }
+
+    /// The ranks at the largest energy with which the model is small enough.
+    pub fn of_size(&self, target: SizeRatio) -> Result<Ranks, Failure> {
+        let smallest = self.ratio(&self.at(0.0));
+        if smallest < target.value() {
+            return Err(Failure::LowRank(LowRankError::Target { target, smallest }));
+        }
+        let (mut enough, mut too_much) = (0.0, 1.0);
+        for _ in 0..BISECTIONS {
+            let middle = (enough + too_much) / 2.0;
+            match self.ratio(&self.at(middle)) >= target.value() {
+                true => enough = middle,
+                false => too_much = middle,
+            }
+        }
+        Ok(self.at(enough))
+    }
+
+    /// How many times fewer parameters a model with these ranks has.
+    fn ratio(&self, ranks: &Ranks) -> f64 {
+        let saved = self.layers.iter().filter_map(|layer| {
             let rank = ranks.get(&layer.name)?;
             Some(layer.weight.len() - layer.factors_len(*rank))
         });
-        parameters as f64 / (parameters - saved.sum::<usize>()) as f64
-    };
-    let smallest = ratio(&at(0.0));
-    if smallest < target.value() {
-        return Err(Failure::LowRank(LowRankError::Target { target, smallest }));
+        self.parameters as f64 / (self.parameters - saved.sum::<usize>()) as f64
     }
-    let (mut enough, mut too_much) = (0.0, 1.0);
-    for _ in 0..BISECTIONS {
-        let middle = (enough + too_much) / 2.0;
-        match ratio(&at(middle)) >= target.value() {
-            true => enough = middle,
-            false => too_much = middle,
-        }
-    }
-    Ok(at(enough))
 }
 
 #[cfg(test)]
@@ -146,33 +159,26 @@ mod tests {
         registry.into_layout().unwrap().matrices
     }
 
-    /// The largest energy that is small enough: one more component somewhere is too many.
+    /// The largest energy that is small enough.
     #[test]
     fn a_size_target_is_met_and_not_exceeded_by_much() {
-        let all = layers(&[[64, 64], [64, 32], [4, 4]]);
-        let layers: Vec<&MatrixLayer> = all.iter().collect();
-        let spectra: Vec<Vec<f64>> =
-            [64, 32, 4].iter().map(|n| (0..*n).map(|i| 0.9f64.powi(i)).collect()).collect();
-        let at = |energy: f64| fitting(&layers, |index| rank_of_energy(&spectra[index], energy));
-        let parameters = 64 * 64 + 64 * 32 + 16 + 100;
+        let layers = layers(&[[64, 64], [64, 32], [4, 4]]);
+        let values = [64, 32, 4].map(|n| (0..n).map(|i| 0.9f64.powi(i)).collect()).to_vec();
+        let spectra = Spectra { layers, values, parameters: 64 * 64 + 64 * 32 + 16 + 100 };
         for (text, most) in [("1.5x", 1.7), ("2x", 2.3), ("4x", 5.0)] {
             let target: SizeRatio = text.parse().unwrap();
-            let ranks = of_size(target, parameters, &layers, at).unwrap();
-            let saved: usize = layers
-                .iter()
-                .filter_map(|layer| Some(layer.weight.len() - layer.factors_len(*ranks.get(&layer.name)?)))
-                .sum();
-            let ratio = parameters as f64 / (parameters - saved) as f64;
+            let ranks = spectra.of_size(target).unwrap();
+            let ratio = spectra.ratio(&ranks);
             assert!(ratio >= target.value() && ratio < most, "{text}: {ratio} with {ranks:?}");
         }
-        let error = of_size("99x".parse().unwrap(), parameters, &layers, at).unwrap_err().to_string();
+        let error = spectra.of_size("99x".parse().unwrap()).unwrap_err().to_string();
         assert!(error.contains("`lowrank.target` is \"99x\"") && error.contains("times smaller"), "{error}");
     }
 
     #[test]
     fn layers_that_would_not_become_smaller_stay_whole() {
         let all = layers(&[[64, 64], [64, 8]]);
-        let ranks = fitting(&all.iter().collect::<Vec<_>>(), |_| 10);
+        let ranks = fitting(&all, |_| 10);
         assert_eq!(ranks, Ranks::from([("0".to_owned(), 10)]));
     }
 }

@@ -68,7 +68,10 @@ fn rounding_case(quantized: Option<QuantizedType>, kind: &str) -> String {
 
 impl ExportError {
     /// For `map_err`: what was attempted on which path.
-    pub(super) fn io(what: &'static str, path: impl Into<PathBuf>) -> impl FnOnce(io::Error) -> Self {
+    pub(in crate::inference) fn io(
+        what: &'static str,
+        path: impl Into<PathBuf>,
+    ) -> impl FnOnce(io::Error) -> Self {
         let path = path.into();
         move |source| Self::Io { what, path, source }
     }

@@ -7,9 +7,9 @@
 
 use std::cell::Cell;
 
-use super::sink::Sink;
 use super::{CpuEpilogue, MatView};
-use crate::kernels::cpu::{acc_bytes, parallel_for, threads, uninit};
+use crate::kernels::clamp::clamp;
+use crate::kernels::cpu::{DisjointSliceMut, acc_bytes, parallel_for, threads, uninit};
 use crate::kernels::lanes::LANES;
 use crate::kernels::{Elem, Real};
 use crate::vectorised;
@@ -83,7 +83,7 @@ pub(super) fn gemv<T: Elem, O: Elem<Acc = T::Acc>>(
         let row = &a.data[i * a.row_stride..][..k];
         vectorised!(T, || x.iter_mut().zip(row).for_each(|(x, v)| *x = v.to_acc()));
     }
-    let sink = Sink::new(out, stride, n, accumulate, epilogue);
+    let sink = Sink { out: DisjointSliceMut::new(out), stride, n, accumulate, epilogue };
     // A matrix of one row or column may be either; with one column the transpose is contiguous.
     let transposed = b.row_stride == 1 && (b.col_stride != 1 || n == 1);
     let columns = match transposed {
@@ -107,6 +107,36 @@ pub(super) fn gemv<T: Elem, O: Elem<Acc = T::Acc>>(
     match k * n <= SERIAL_WEIGHTS {
         true => (0..tasks).for_each(task),
         false => parallel_for(tasks, &task),
+    }
+}
+
+/// Where results go.
+struct Sink<'a, O> {
+    out: DisjointSliceMut<O>,
+    stride: usize,
+    /// Columns of the result.
+    n: usize,
+    accumulate: bool,
+    epilogue: CpuEpilogue<'a, O>,
+}
+
+impl<O: Elem> Sink<'_, O> {
+    /// Stores sums of row `i` from column `first` on. Only the task that owns these columns may call this.
+    #[inline(always)]
+    fn store(&self, i: usize, first: usize, sums: &[O::Acc]) {
+        // SAFETY: tasks own disjoint columns.
+        let out = unsafe { self.out.range_mut(i * self.stride + first, sums.len()) };
+        if self.accumulate {
+            out.iter_mut().zip(sums).for_each(|(o, s)| *o = O::from_acc(o.to_acc() + *s));
+            return;
+        }
+        let bounds = self.epilogue.clamp.bounds();
+        for (j, (o, sum)) in out.iter_mut().zip(sums).enumerate() {
+            let bias = self.epilogue.bias.map_or(O::Acc::ZERO, |bias| bias[first + j].to_acc());
+            let residual =
+                self.epilogue.residual.map_or(O::Acc::ZERO, |all| all[i * self.n + first + j].to_acc());
+            *o = O::from_acc(clamp(*sum + bias, bounds) + residual);
+        }
     }
 }
 

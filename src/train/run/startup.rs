@@ -257,11 +257,18 @@ impl Run<'_> {
 
     fn load_initial_weights(&mut self) -> Result<(), Failure> {
         let Some(weights) = self.ctx.setup.initial_weights()? else { return Ok(()) };
+        let bytes = weights.factorization_bytes(&self.ctx.engine.store.layout);
+        let host = self.ctx.engine.host_ledger.clone();
+        let reserve = || host.reserve(Role::Workspace, FACTORIZATION, bytes);
+        let held = match (bytes > 0).then(reserve).transpose() {
+            Ok(held) => held,
+            // It has no smaller form: retry once as is.
+            Err(first) => {
+                self.ctx.record_oom(&first)?;
+                Some(reserve().map_err(StepError::Oom)?)
+            }
+        };
         let (store, average) = (&self.ctx.engine.store, &self.ctx.engine.average);
-        let bytes = weights.factorization_bytes(&store.layout);
-        let host = &self.ctx.engine.host_ledger;
-        let held = (bytes > 0).then(|| host.reserve(Role::Workspace, FACTORIZATION, bytes));
-        let held = held.transpose().map_err(StepError::Oom)?;
         weights.load(store)?;
         drop(held);
         if let Some(average) = average {
