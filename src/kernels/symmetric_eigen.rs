@@ -169,13 +169,10 @@ mod tests {
         #[test]
         fn vectors_are_orthonormal_and_only_scaled(n in 0usize..150, levels in 1u32..6, seed: u64) {
             let mut rng = RngKey::new(seed, stream_id("symmetric")).rng();
-            let mut a = vec![vec![0.0; n]; n];
-            for i in 0..n {
-                for j in 0..=i {
-                    let value = f64::from((rng.uniform(0.0, 1.0) * levels as f32) as u32);
-                    (a[i][j], a[j][i]) = (value, value);
-                }
-            }
+            let drawn: Vec<f64> =
+                (0..n * n).map(|_| f64::from((rng.uniform(0.0, 1.0) * levels as f32) as u32)).collect();
+            let row = |i: usize| (0..n).map(|j| drawn[i.max(j) * n + i.min(j)]).collect();
+            let a: Vec<Vec<f64>> = (0..n).map(row).collect();
             let (values, vectors) = eigen(a.clone());
             let scale = 1e-12 * (1.0 + (n as f64) * f64::from(levels));
             for (i, (value, vector)) in values.iter().zip(&vectors).enumerate() {
