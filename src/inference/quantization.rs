@@ -3,7 +3,7 @@
 //!
 //! [`points`] says where a network is quantized, [`calibration`] finds the ranges of its activations, and a model
 //! whose [`ActivationPoints`] are `Quantize` computes in floats what a runtime computes in integers. [`gptq`] rounds
-//! matrices onto the blocks of a format, by the [`input_products`] of their layers.
+//! matrices to the blocks of a format, by the [`input_products`] of their layers.
 
 pub mod blocks;
 pub mod calibration;

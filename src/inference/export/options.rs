@@ -177,7 +177,7 @@ impl QuantizedType {
         self == Self::Int8 && INT8_KINDS.contains(&kind)
     }
 
-    /// Whether matrices of a model of this kind can be rounded onto it by GPTQ: it must know their values before they
+    /// Whether matrices of a model of this kind can be rounded to it by GPTQ: it must know their values before they
     /// are encoded, and the scales of `q4_k` and its like are quantized too.
     pub fn supports_gptq(self, kind: &str) -> bool {
         let has_grid = match self {

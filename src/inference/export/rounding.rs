@@ -1,4 +1,4 @@
-//! Rounds the matrices of a model by GPTQ onto the blocks that an export writes.
+//! Rounds the matrices of a model by GPTQ to the blocks that an export writes.
 //!
 //! The network is walked block by block with samples of the training set: the inputs of a linear layer are computed
 //! with everything before it rounded as the export rounds it. What has no grid, such as the token table, is rounded to

@@ -98,7 +98,7 @@ fn dot(a: &[f64], b: &[f64]) -> f64 {
     sums.iter().sum::<f64>() + rest_a.iter().zip(rest_b).map(|(a, b)| a * b).sum::<f64>()
 }
 
-/// Rounds weights (outputs, inputs) onto `grid` in place. Returns the scales of its blocks, (outputs, blocks of an
+/// Rounds weights (outputs, inputs) to `grid` in place. Returns the scales of its blocks, (outputs, blocks of an
 /// output); a last block may be shorter.
 pub fn round(weights: &mut [f32], factor: &InverseFactor, grid: BlockGrid) -> Vec<BlockScale> {
     let inputs = factor.inputs;

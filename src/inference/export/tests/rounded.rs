@@ -8,7 +8,7 @@ use crate::inference::quantization::blocks::BlockBits;
 use crate::inference::quantization::grid::BlockGrid;
 use crate::params::TensorUse;
 
-/// Rounds the weights of the case's linear layers onto `grid`, with a scale that rounding again would not choose.
+/// Rounds the weights of the case's linear layers to `grid`, with a scale that rounding again would not choose.
 fn round(case: &mut Case, grid: BlockGrid) -> BTreeMap<String, Vec<f32>> {
     let built = models::build(&case.model, &case.features).unwrap();
     let (mut original, mut scales) = (case.original(), BlockScales::new());
