@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::Path;
 
-use crate::harness::{FinalState, command, events, finish, job_folder, losses, read_json, trainer};
+use crate::harness::{FinalState, command, events, finish, job_folder, losses, named, read_json, trainer};
 
 fn job(model: &str, train: &str, distill: &str) -> String {
     let distill = if distill.is_empty() { String::new() } else { format!("[distill]\n{distill}\n") };
@@ -67,6 +67,105 @@ fn disturbances_change_nothing() {
         let teacher = parts.iter().find(|part| part["name"] == "teacher").unwrap();
         assert!(teacher["bytes"].as_u64().unwrap() > 2 * 64 * 512, "{teacher}");
     }
+}
+
+/// Logits that are stored once teach the same through kills, resumes and other micro-batches. The teacher is a phase of the
+/// plan, and no part of training; a second run finds the file, one with a damaged file computes it again.
+#[test]
+fn stored_logits_change_nothing() {
+    let cases = [
+        (MLP, "", "logits = \"stored\"\ntop_k = 4"),
+        (CNN, "precision = \"bf16\"", "logits = \"stored\"\ntop_k = 99\nteacher_precision = \"f32\""),
+    ];
+    for (model, train, distill) in cases {
+        let folder = student(CNN, model, train, distill);
+        let at = folder.path();
+        let mut killed = command(at, &["fit", "job.toml", "--run-dir", "killed", "-q"]);
+        finish(killed.env("TRAINER_FAULT_CRASH", "kill:6")).expect(0);
+        let whole = fit(at, "run", &[]);
+        let undisturbed = FinalState::of(&at.join("run"));
+        undisturbed.assert_same(&FinalState::of(&at.join("killed")));
+        fit(at, "resumed", &["--max-steps", "8"]);
+        fit(at, "resumed", &["--resume"]);
+        assert!(undisturbed.tensors == FinalState::of(&at.join("resumed")).tensors);
+        let stored = |run: &str| named(&events(&at.join(run)), "teacher_logits")[0].clone();
+        assert_eq!(
+            (&stored("killed")["was_stored"], &stored("run")["was_stored"]),
+            (&false.into(), &true.into())
+        );
+        let file = at.join(stored("run")["path"].as_str().unwrap());
+        let bytes = fs::read(&file).unwrap();
+        let k: usize = if model == MLP { 4 } else { 10 };
+        assert_eq!(bytes.len(), 256 * (4 * k + 4));
+        let mut damaged = bytes.clone();
+        damaged[7] ^= 1;
+        fs::write(&file, damaged).unwrap();
+        assert_eq!(fit(at, "again", &[]), whole);
+        assert_eq!(stored("again")["was_stored"], false);
+        assert_eq!(fs::read(&file).unwrap(), bytes);
+        let split = fit(at, "split", &["--set", "train.batch_size=8", "--set", "train.accumulation_steps=2"]);
+        let bound = if train.is_empty() { 1e-3 } else { 5e-2 };
+        assert!(whole.iter().zip(&split).all(|(a, b)| (a - b).abs() < bound * a), "{whole:?} {split:?}");
+        let summary = read_json(&at.join("again/summary.json"));
+        let bytes = |key: &str| summary[key]["ram"].as_u64().unwrap();
+        assert!(bytes("measured_peak_bytes") <= bytes("planned_peak_bytes"), "{summary}");
+        let plan = trainer(at, &["plan", "job.toml", "--json", "--ram", "1GiB"]).expect(0).json();
+        assert_eq!(plan["disk"]["stored_logits_bytes"].as_u64(), Some(256 * (4 * k as u64 + 4)));
+        let peak = |phase: &str| {
+            let phases = plan["phases"].as_array().unwrap();
+            phases.iter().find(|one| one["name"] == phase).unwrap()["ram_bytes"].as_u64().unwrap()
+        };
+        let every_step =
+            ["plan", "job.toml", "--json", "--ram", "1GiB", "--set", "distill.logits=every_step"];
+        fs::write(at.join("job.toml"), job(model, train, "teacher = \"teacher\"\n")).unwrap();
+        let beside = trainer(at, &every_step).expect(0).json();
+        assert!(peak("teacher") > 0 && peak("backward") < beside["peak"]["ram_bytes"].as_u64().unwrap());
+    }
+}
+
+/// All logits, stored, teach nearly what the teacher teaches in every step; the file has them in 16 bits. Language models
+/// store those of each token.
+#[test]
+fn stored_logits_teach_the_same() {
+    let folder = student(CNN, MLP, "", "weight = 1.0");
+    let at = folder.path();
+    let exact = fit(at, "every_step", &[]);
+    let close = |a: &[f64], b: &[f64], bound: f64| {
+        assert!(a.iter().zip(b).all(|(a, b)| (a - b).abs() < bound * a.abs().max(0.1)), "{a:?} {b:?}");
+    };
+    let all = fit(at, "all", &["--set", "distill.logits=stored", "--set", "distill.top_k=10"]);
+    close(&exact, &all, 2e-3);
+    let few = fit(at, "few", &["--set", "distill.logits=stored", "--set", "distill.top_k=2"]);
+    // Classes that are one are never further apart than each by itself.
+    assert!(few != all && few[0] < all[0], "{few:?} {all:?}");
+    let text = |rest: &str| {
+        format!(
+            "[model]\nkind = \"gpt\"\nlayers = 1\nheads = 2\nwidth = 16\ncontext = 16\n[data]\nkind = \"text-synthetic\"\n\
+             [train]\nbatch_size = 4\nsteps = 4\n[log]\ntensorboard = false\nevery_steps = 1\n{rest}"
+        )
+    };
+    fs::write(at.join("job.toml"), text("")).unwrap();
+    fit(at, "gpt", &[]);
+    fs::write(at.join("job.toml"), text("[distill]\nteacher = \"gpt\"\nweight = 1.0\n")).unwrap();
+    let exact = fit(at, "llm", &["--set", "seed=7"]);
+    let all = ["--set", "seed=7", "--set", "distill.logits=stored", "--set", "distill.top_k=65536"];
+    close(&exact, &fit(at, "llm_stored", &all), 2e-3);
+}
+
+/// Out of memory while the teacher computes, a run continues with smaller micro-batches.
+#[test]
+fn the_teacher_retries_in_smaller_batches() {
+    let folder = student(CNN, MLP, "", "logits = \"stored\"");
+    let at = folder.path();
+    let mut faulty = command(at, &["fit", "job.toml", "--run-dir", "faulty", "-q"]);
+    finish(faulty.env("TRAINER_FAULT_OOM", "3,30")).expect(0);
+    let all = events(&at.join("faulty"));
+    let oom = named(&all, "oom");
+    assert!(oom.len() == 2 && oom.iter().all(|oom| oom["phase"] == "teacher"), "{oom:?}");
+    let faulty = losses(&all);
+    fs::remove_dir_all(at.join("runs/.data")).unwrap();
+    let whole = fit(at, "run", &[]);
+    assert!(whole.iter().zip(&faulty).all(|(a, b)| (a - b).abs() < 1e-4 * a), "{whole:?} {faulty:?}");
 }
 
 /// A teacher in bf16 takes half of the memory, and teaches nearly the same.

@@ -21,6 +21,7 @@ use super::fusion::FusedNode;
 use super::node_timer::{self, NodePass};
 use super::offload::{ActivationOffload, OffloadedTensor, PendingCopy};
 use crate::base::{Backend, MicroBatchSpec, Phase, Role};
+use crate::kernels::distillation::TeacherLogits;
 use crate::kernels::linear::{self, WeightLayout};
 use crate::kernels::matmul::GemvScope;
 use crate::kernels::reference::ReferenceScope;
@@ -172,7 +173,8 @@ impl Network {
     ) -> StepResult<PendingMetricSums> {
         let _kernels = ReferenceScope::enter(exec.spec.backend.is_reference());
         exec.ledger.set_phase(Phase::Forward);
-        let teacher = self.teacher.as_ref().map(|teacher| teacher.logits(exec, batch)).transpose()?;
+        let teacher = self.teacher.as_ref().filter(|teacher| teacher.every_step);
+        let teacher = teacher.map(|teacher| teacher.logits(exec, batch)).transpose()?;
         let teacher_logits = teacher.unwrap_or_default();
         let mut x = ReservedTensor { value: batch.map(|b| b.inputs.clone()), ..ReservedTensor::default() };
         let mut saved_blocks = Vec::with_capacity(self.blocks.len());
@@ -204,7 +206,8 @@ impl Network {
             let _work = exec.reserve(Role::Workspace, self.loss.name(), cost.backward_workspace)?;
             let (metrics, value) = match (&exec.pass, batch, &x.value) {
                 (Some(pass), Some(batch), Some(x)) => {
-                    let pass = &PassContext { teacher_logits: teacher_logits.value.as_ref(), ..*pass };
+                    let computed = teacher_logits.value.as_ref().map(TeacherLogits::All);
+                    let pass = &PassContext { teacher_logits: computed.or(pass.teacher_logits), ..*pass };
                     self.loss.forward_backward(x, &batch.targets, pass, needs_input_grad)?
                 }
                 _ => (MetricSums::default().into(), None),

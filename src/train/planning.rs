@@ -137,7 +137,14 @@ impl Setup {
             checkpoints,
             checkpoints_bytes: checkpoint_bytes.saturating_mul(checkpoints),
             data_cache_bytes: self.data_cache_bytes,
+            stored_logits_bytes: self.stored_logits_bytes(),
         }
+    }
+
+    /// Bytes on disk of the teacher's logits, if they are stored.
+    pub(super) fn stored_logits_bytes(&self) -> u64 {
+        let samples = self.datasets.train.len();
+        self.stored_logits.as_ref().map_or(0, |(format, _)| format.file_bytes(samples))
     }
 
     /// Keeps the optimizer of this kind, whose state a resumed run has.
@@ -182,6 +189,8 @@ impl Setup {
             eval_outputs: self.metrics.needs_outputs(),
             eval_metric_bytes: self.metrics.bytes,
             teacher_bytes: self.teacher.as_ref().map_or(0, |teacher| teacher.bytes(backend)),
+            stored_logits: self.stored_logits.as_ref().map(|(format, _)| *format),
+            train_samples: self.datasets.train.len(),
         })
     }
 
@@ -277,9 +286,9 @@ impl Setup {
         }
     }
 
-    /// Estimated peak bytes of a run under this plan, on the compute device. Data preparation is over.
+    /// Estimated peak bytes of a run under this plan, on the compute device. What comes before the first update is over.
     pub(super) fn peak_bytes(&self, plan: ExecutionPlan) -> u64 {
-        self.highest(plan, |phase| phase != Phase::Preparation)
+        self.highest(plan, |phase| !matches!(phase, Phase::Preparation | Phase::Teacher))
     }
 
     /// As [`peak_bytes`](Self::peak_bytes), in these phases alone.

@@ -11,19 +11,20 @@ use super::initial_weights::InitialWeights;
 use super::low_rank;
 use super::teacher::Teacher;
 use super::validation_metrics::RequestedMetrics;
-use crate::base::features::{Features, TargetSpec};
+use crate::base::features::{Features, InputSpec, TargetSpec};
 use crate::base::units::Bytes;
 use crate::base::{Backend, MicroBatchSpec};
 use crate::data::bad_records::BadRecordPolicy;
 use crate::data::loader::LoaderOptions;
 use crate::data::order::Order;
 use crate::data::preprocessing::Preprocessing;
+use crate::data::stored_logits::LogitFormat;
 use crate::data::transforms::LargeImages;
 use crate::data::{Dataset, DatasetContext, loader, streaming};
 use crate::graph::network::Network;
 use crate::job::{
-    ClassWeightsConfig, ClassWeightsRule, Job, LoaderConfig, ModelConfig, OnBadRecord, OptimizerConfig,
-    Precision, RunLength, TrainConfig,
+    ClassWeightsConfig, ClassWeightsRule, Job, LoaderConfig, LogitSource, ModelConfig, OnBadRecord,
+    OptimizerConfig, Precision, RunLength, TrainConfig,
 };
 use crate::kernels::matmul;
 use crate::layers::distillation::DistillOptions;
@@ -54,6 +55,8 @@ pub struct Setup {
     pub layout: ParamLayout,
     /// The model that this one learns from, if the job distills.
     pub teacher: Option<Teacher>,
+    /// How its logits of the training samples are stored, if they are, and the order in which it computes them.
+    pub stored_logits: Option<(LogitFormat, Order)>,
     pub order: Order,
     /// Order of the validation set, independent of the training order.
     pub valid_order: Order,
@@ -224,6 +227,16 @@ impl Setup {
         let (valid, buffer) =
             (datasets.valid.as_ref(), shuffle_buffer.min(streaming::SEQUENTIAL_WINDOW_BYTES));
         let valid_order = Order::for_dataset(valid, valid.len(), job.seed, false, buffer)?;
+        let stored_logits = match &loss.distill {
+            Some(DistillOptions { temperature, top_k: Some(top_k), .. }) => {
+                let (train, top_k) = (datasets.train.as_ref(), *top_k);
+                let classes = num_classes(features);
+                let positions = network.loss.outputs_per_sample() / classes.max(1);
+                let format = LogitFormat { classes, top_k, positions, temperature: *temperature };
+                Some((format, Order::for_dataset(train, train.len(), job.seed, false, buffer)?))
+            }
+            _ => None,
+        };
         let total_steps = match job.train.length() {
             RunLength::Steps(steps) => steps,
             RunLength::Epochs(epochs) => epochs.saturating_mul(order.updates_per_epoch()),
@@ -253,6 +266,7 @@ impl Setup {
             datasets,
             network,
             teacher,
+            stored_logits,
             fused_elsewhere: OnceLock::new(),
             bucket_networks,
             layout: built.layout,
@@ -325,6 +339,7 @@ impl Setup {
         sets + self.large_images.extra_bytes()
             + self.order.resident_bytes()
             + self.valid_order.resident_bytes()
+            + self.stored_logits.as_ref().map_or(0, |(_, order)| order.resident_bytes())
     }
 
     /// Loader options for micro-batches of this size, within `limit` bytes.
@@ -386,9 +401,21 @@ fn loss_options(job: &Job, dataset: &dyn Dataset) -> Result<LossOptions, ModelEr
         }
     };
     let TrainConfig { loss: kind, huber_delta, focal_gamma, label_smoothing, .. } = *train;
-    let distill = job.distill.as_ref();
-    let distill = distill.map(|d| DistillOptions { temperature: d.temperature, weight: d.weight });
+    let distill = job.distill.as_ref().map(|distill| DistillOptions {
+        temperature: distill.temperature,
+        weight: distill.weight,
+        top_k: (distill.logits == LogitSource::Stored)
+            .then(|| distill.top_k.min(num_classes(dataset.features()))),
+    });
     Ok(LossOptions { kind, huber_delta, focal_gamma, label_smoothing, class_weights, distill })
+}
+
+/// Logits per row of a model that classifies samples or predicts tokens.
+fn num_classes(features: &Features) -> usize {
+    match (&features.target, &features.input) {
+        (TargetSpec::Tokens, InputSpec::Tokens { vocab, .. }) => *vocab,
+        (target, _) => target.names().len(),
+    }
 }
 
 /// The network with its teacher, if there is one.

@@ -390,6 +390,19 @@ fn set_distill(draw: &mut Draw, job: &mut Table, classes: bool) {
     if draw.chance(0.5) {
         table.set("teacher_precision", draw.pick(&["same", "f32", "bf16"]));
     }
+    // Inputs that change from epoch to epoch have no logits to store.
+    let changes = data.contains_key("augment")
+        || matches!(text("kind"), "text" | "tokens") && text("windows") != "fixed";
+    match draw.below(3) {
+        0 if !changes => {
+            table.set("logits", "stored");
+            if draw.chance(0.7) {
+                table.number("top_k", draw.pick(&[1, 3, 8]));
+            }
+        }
+        1 => drop(table.set("logits", "every_step")),
+        _ => {}
+    }
     job.set("distill", table);
 }
 
