@@ -12,7 +12,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 
 pub use matrices::MatrixLayer;
-pub use rules::{ParamRules, RulesError, matching_layers};
+pub use rules::{ParamRules, RulesError, matching_layers, near_names};
 
 /// A parameter, by declaration order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

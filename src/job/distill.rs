@@ -31,9 +31,27 @@ pub struct DistillConfig {
     #[serde(default = "top_k")]
     #[schemars(range(min = 1, max = 65_536))]
     pub top_k: usize,
+    /// Features that the model also learns from: `[[distill.features]]`, one table each.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub features: Vec<FeatureConfig>,
     /// Number format that the teacher computes in, and its weights are held in.
     #[serde(default)]
     pub teacher_precision: TeacherPrecision,
+}
+
+/// Features that the model learns to predict: the output of a block of the teacher, from that of one of its own blocks,
+/// by a linear map over the last dimension (of images, the channels) that is trained along and not exported.
+/// `weight` times their mean squared error is added to the loss.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+pub struct FeatureConfig {
+    /// A block of the model: `layers.0`, `stages.1`, `layer2.0`, `transformer.h.3`, ... `trainer profile` lists them.
+    pub student: String,
+    /// A block of the teacher. Both outputs have the same shape, except for the last dimension.
+    pub teacher: String,
+    /// Factor on the mean squared error.
+    #[serde(default = "feature_weight")]
+    #[schemars(range(min = 0.0, max = 1_000_000.0))]
+    pub weight: f64,
 }
 
 /// When a teacher computes.
@@ -70,4 +88,8 @@ fn weight() -> f64 {
 
 fn top_k() -> usize {
     16
+}
+
+fn feature_weight() -> f64 {
+    1.0
 }

@@ -399,6 +399,13 @@ fn distill_contradictions(job: &Job, tree: &DeTable, report: &mut impl FnMut(&st
         }
         return;
     }
+    if !distill.features.is_empty() {
+        report(
+            "distill.features",
+            "`distill.features` needs the teacher in every step, and `distill.logits` is \"stored\"".into(),
+            "remove one of them".into(),
+        );
+    }
     let changing = match &job.data.source {
         source if source.augment().is_some_and(|augment| !augment.is_off()) => {
             Some(("augmentation", "remove `[data.augment]`"))

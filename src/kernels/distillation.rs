@@ -140,7 +140,7 @@ impl SoftTargets<'_> {
 }
 
 /// The weight of each row. Copies the targets to the host: passes that distill are not captured as CUDA graphs.
-fn row_weights(targets: &Tensor, rows: usize) -> Result<Vec<f32>> {
+pub fn row_weights(targets: &Tensor, rows: usize) -> Result<Vec<f32>> {
     let targets = host::read::<u32>(targets)?;
     let per_row = targets.len() / rows.max(1);
     Ok(targets.chunks(per_row.max(1)).map(row_weight).collect())

@@ -21,7 +21,9 @@ mod transformer;
 mod vision;
 mod vit;
 
-pub use builder::{LossOptions, ModelError, NetworkBuilder, describe_target};
+pub use builder::{
+    FEATURE_MAPS, FeatureOptions, LossOptions, ModelError, NetworkBuilder, block_named, describe_target,
+};
 
 use crate::base::features::{Features, InputSpec};
 use crate::graph::network::Network;

@@ -69,10 +69,12 @@ impl Setup {
         let (backend, features) = (self.backend(), self.features());
         let spec = MicroBatchSpec { batch: 1, dtype: self.dtype, backend };
         // The trained model has no teacher in its loss.
-        let (loss, rules) =
-            (LossOptions { distill: None, ..self.loss.clone() }, ParamRules::of_job(&self.job));
+        let (loss, rules) = (
+            LossOptions { distill: None, features: Vec::new(), ..self.loss.clone() },
+            ParamRules::of_job(&self.job),
+        );
         let built = fused_network(&self.job.model, &loss, &rules, features, self.dtype, backend).ok()?;
-        let model = PredictionCost::of(&built.network, &self.layout, features, spec);
+        let model = PredictionCost::of(&built.network, &built.layout, features, spec);
         let teacher = self.teacher.as_ref().and_then(|teacher| {
             let network = teacher.network(features, backend).ok()?;
             let spec = MicroBatchSpec { dtype: network.dtype, ..spec };

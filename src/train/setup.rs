@@ -210,17 +210,19 @@ impl Setup {
         let threads = rayon::current_num_threads();
         let backend = Backend::Cpu { threads };
         let dtype = activation_dtype(job.train.precision, backend);
-        let loss = loss_options(&job, datasets.train.as_ref())?;
+        let teacher = Teacher::of(&job, datasets.valid.as_ref())?;
+        let loss = loss_options(&job, datasets.train.as_ref(), teacher.as_ref())?;
         let metrics = RequestedMetrics::of(&job, datasets.valid.features(), datasets.valid.len())?;
         let (rules, features) = (ParamRules::of_job(&job), datasets.train.features());
         let built = fused_network(&job.model, &loss, &rules, features, dtype, backend)?;
-        let teacher = Teacher::of(&job, datasets.valid.as_ref())?;
         let network = with_teacher(built.network, teacher.as_ref(), features, backend)?;
-        let mut bucket_networks = bucket_networks(&job.model, &loss, &rules, features, dtype, backend)?;
-        for BucketNetwork { features, network } in &mut bucket_networks {
-            let teacher = teacher.as_ref().map(|teacher| teacher.network(features, backend)).transpose()?;
-            network.teacher = teacher.map(Box::new);
-        }
+        let of_buckets = bucket_networks(&job.model, &loss, &rules, features, dtype, backend)?;
+        let with_its_teacher = |BucketNetwork { features, network }| {
+            let network = with_teacher(network, teacher.as_ref(), &features, backend)?;
+            Ok(BucketNetwork { features, network })
+        };
+        let bucket_networks: Result<_, ModelError> = of_buckets.into_iter().map(with_its_teacher).collect();
+        let bucket_networks = bucket_networks?;
         let samples = job.train.samples_per_update() as u64;
         let shuffle = job.data.loader.shuffle;
         let order = Order::for_dataset(datasets.train.as_ref(), samples, job.seed, shuffle, shuffle_buffer)?;
@@ -373,7 +375,11 @@ pub(super) fn bad_record_policy(loading: &LoaderConfig) -> BadRecordPolicy {
 }
 
 /// The loss that the job states, with weights for the classes of this training set.
-fn loss_options(job: &Job, dataset: &dyn Dataset) -> Result<LossOptions, ModelError> {
+fn loss_options(
+    job: &Job,
+    dataset: &dyn Dataset,
+    teacher: Option<&Teacher>,
+) -> Result<LossOptions, ModelError> {
     let train = &job.train;
     let target = &dataset.features().target;
     let names = target.names();
@@ -407,7 +413,10 @@ fn loss_options(job: &Job, dataset: &dyn Dataset) -> Result<LossOptions, ModelEr
         top_k: (distill.logits == LogitSource::Stored)
             .then(|| distill.top_k.min(num_classes(dataset.features()))),
     });
-    Ok(LossOptions { kind, huber_delta, focal_gamma, label_smoothing, class_weights, distill })
+    let features = job.distill.as_ref().map_or(&[][..], |distill| &distill.features);
+    let features =
+        teacher.map_or(Ok(Vec::new()), |teacher| teacher.features(features, dataset.features()))?;
+    Ok(LossOptions { kind, huber_delta, focal_gamma, label_smoothing, class_weights, distill, features })
 }
 
 /// Logits per row of a model that classifies samples or predicts tokens.
@@ -425,8 +434,17 @@ fn with_teacher(
     features: &Features,
     backend: Backend,
 ) -> Result<Network, ModelError> {
-    let teacher = teacher.map(|teacher| teacher.network(features, backend)).transpose()?;
-    Ok(Network { teacher: teacher.map(Box::new), ..network })
+    let Some(teacher) = teacher else { return Ok(network) };
+    let teacher = teacher.network(features, backend)?;
+    for matched in &network.features {
+        let (ours, theirs) = (&network.blocks[matched.student], &teacher.network.blocks[matched.teacher]);
+        let (student, shape) = (ours.name.clone(), ours.output_shape());
+        let (teacher, expected) = (theirs.name.clone(), theirs.output_shape());
+        if shape[..shape.len().saturating_sub(1)] != expected[..expected.len().saturating_sub(1)] {
+            return Err(ModelError::FeatureShape { student, teacher, ours: shape, theirs: expected });
+        }
+    }
+    Ok(Network { teacher: Some(Box::new(teacher)), ..network })
 }
 
 /// The networks for padded samples of the shorter buckets.

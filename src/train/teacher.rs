@@ -17,9 +17,10 @@ use crate::data::Dataset;
 use crate::data::preprocessing::Preprocessing;
 use crate::graph::network::TeacherNetwork;
 use crate::job::{
-    DistillConfig, Job, LogitSource, ModelConfig, Precision, Ranks, TeacherPrecision, job_values,
+    DistillConfig, FeatureConfig, Job, LogitSource, ModelConfig, Precision, Ranks, TeacherPrecision,
+    job_values,
 };
-use crate::models::{BuiltModel, LossOptions, ModelError};
+use crate::models::{BuiltModel, FeatureOptions, LossOptions, ModelError, block_named};
 use crate::param_store::ParamStore;
 use crate::params::{ParamLayout, ParamRules};
 
@@ -140,6 +141,25 @@ impl Teacher {
         };
         let every_step = self.logits == LogitSource::EveryStep;
         Ok(TeacherNetwork { network, dtype, float_inputs, every_step })
+    }
+
+    /// The features that a job names, with the blocks that they are of.
+    pub fn features(
+        &self,
+        named: &[FeatureConfig],
+        features: &Features,
+    ) -> Result<Vec<FeatureOptions>, ModelError> {
+        if named.is_empty() {
+            return Ok(Vec::new());
+        }
+        let network = self.network(features, Backend::Cpu { threads: 1 })?.network;
+        let resolve = |feature: &FeatureConfig| {
+            let teacher = block_named("teacher", &feature.teacher, &network.blocks)?;
+            let width = network.blocks[teacher].output_shape().last().copied().unwrap_or(1);
+            let (student, weight) = (feature.student.clone(), feature.weight);
+            Ok(FeatureOptions { student, teacher, width, weight })
+        };
+        named.iter().map(resolve).collect()
     }
 
     /// Bytes of its weights on this backend, and of its running statistics.

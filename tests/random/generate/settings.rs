@@ -403,6 +403,26 @@ fn set_distill(draw: &mut Draw, job: &mut Table, classes: bool) {
         1 => drop(table.set("logits", "every_step")),
         _ => {}
     }
+    // The teacher is a model of the same job, and so has the same blocks.
+    let block = match job["model"]["kind"].as_str().unwrap_or_default() {
+        "cnn" => "stages.0",
+        "gpt" => "transformer.h.0",
+        "llama" => "model.layers.0",
+        "bert" => "bert.encoder.layer.0",
+        "vit" => "encoder.layers.encoder_layer_0",
+        "resnet" => "layer1.0",
+        "mobilenet" => "features.1",
+        _ => "",
+    };
+    if !block.is_empty() && table.get("logits").and_then(Value::as_str) != Some("stored") && draw.chance(0.4)
+    {
+        let mut feature = Table::new();
+        feature.set("student", block).set("teacher", block);
+        if draw.chance(0.7) {
+            feature.set("weight", draw.pick(&[0.0, 0.1, 1.0]));
+        }
+        table.set("features", Value::Array(vec![Value::Table(feature)]));
+    }
     job.set("distill", table);
 }
 
