@@ -84,17 +84,18 @@ impl LogitEntry {
             Some(path) => path,
             None => {
                 report.activity.begin(Work::Teacher, 0, samples);
-                let mut computed = Ok(false);
+                let mut computed = None;
                 let put = options.opening.cache.put(ENTRY, self.key, |out| {
-                    computed = compute(setup, options, teacher, plan, report, out);
-                    match computed {
+                    match computed.insert(compute(setup, options, teacher, plan, report, out)) {
                         Ok(true) => Ok(()),
                         // Leaves no entry; `computed` says why.
                         _ => Err(DataError::OutOfMemory { bytes: 0 }),
                     }
                 });
-                if !computed? {
-                    return put.map(|_| None).or(Ok(None));
+                match computed.transpose()? {
+                    Some(false) => return Ok(None),
+                    // Not begun: the error is that of the cache.
+                    None | Some(true) => {}
                 }
                 put?
             }
