@@ -113,17 +113,19 @@ impl TimeAxis {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use super::*;
 
     #[test]
     fn an_axis_is_without_the_time_that_its_moments_took_and_keeps_their_order() {
-        let origin = Clock::Host.now();
-        let moment = |milliseconds, index| {
-            let Reading::Host(start) = origin.reading else { panic!("the host's clock") };
-            let reading = Reading::Host(start + std::time::Duration::from_millis(milliseconds));
-            Moment { reading, index: origin.index + index }
+        let start = Instant::now();
+        let moment = |milliseconds, index| Moment {
+            reading: Reading::Host(start + Duration::from_millis(milliseconds)),
+            index,
         };
-        let taken = [moment(5, 1), moment(6, 2), moment(20, 3)];
+        let origin = moment(0, 7);
+        let taken = [moment(5, 8), moment(6, 9), moment(20, 10)];
         let axis = TimeAxis::new(&origin, &taken, 2e-3);
         let seconds = taken.each_ref().map(|moment| (1e6 * axis.seconds(moment)).round());
         // The second was taken 1 ms after the first, in less than the 2 ms of a moment: it stays at the first.

@@ -321,6 +321,8 @@ mod tests {
             updates: 4,
             update_s: 0.010,
             unprofiled_update_s: 0.0098,
+            overhead_s: 0.0005,
+            timestamps: 120,
             parts: vec![
                 part("wait for data", 0.002),
                 part("forward", 0.002),
