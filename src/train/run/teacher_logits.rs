@@ -92,11 +92,10 @@ impl LogitEntry {
                         _ => Err(DataError::OutOfMemory { bytes: 0 }),
                     }
                 });
-                match computed.transpose()? {
-                    Some(false) => return Ok(None),
-                    // Not begun: the error is that of the cache.
-                    None | Some(true) => {}
+                if computed.transpose()? == Some(false) {
+                    return Ok(None);
                 }
+                // If it was not begun, the error is that of the cache.
                 put?
             }
         };
