@@ -91,7 +91,7 @@ impl Run<'_> {
             UpdateGradStats::Pending(_) => StepDecision::Apply,
         };
         let ctx = &mut self.ctx;
-        let pruning = ctx.engine.reserve_pruning(step + 1)?;
+        let compression = ctx.engine.reserve_compression(step + 1)?;
         match decision {
             StepDecision::Diverged => {
                 let (stats, checkpoints) = (grad_stats.read()?, &self.checkpoints);
@@ -105,7 +105,8 @@ impl Run<'_> {
             let sparsity = pruned as f64 / weights.max(1) as f64;
             ctx.record(Event::Pruned { step: step + 1, sparsity, pruned, weights })?;
         }
-        drop(pruning);
+        ctx.engine.quantize(step + 1)?;
+        drop(compression);
         ctx.train_loader = Some(train_loader);
         ctx.position.advance(&ids);
         self.skipped_records.keep(ctx, skipped)?;
