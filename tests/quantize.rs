@@ -182,7 +182,8 @@ fn the_best_checkpoint_is_rounded() {
         "{initialized}"
     );
     // Smaller variants are quantized after training.
-    trainer(at, &["compress", "run", "-o", "smaller", "-q"]).expect(0);
+    let compress = ["compress", "run", "-o", "smaller", "-q", "--target", "2x", "--max-loss", "1"];
+    trainer(at, &compress).expect(0);
 }
 
 /// The rounded weights, as many as there are, are in the plan.

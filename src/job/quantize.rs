@@ -3,18 +3,18 @@
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-/// Quantization-aware training: the model learns with the rounding of the 8-bit integers that `trainer export --quantize int8`
-/// writes. From `begin_step` on, weights are rounded to a grid per output and activations to one per tensor, whose range
-/// follows the values that training sees; gradients pass as if nothing was rounded, but not where a value is clipped. Batch
-/// norm is folded into the layer before it. Evaluations round too, and an export takes the ranges from training. For models
-/// of kind `mlp`, `cnn`, `resnet` and `mobilenet`.
+/// Quantization-aware training: the model trains with the rounding of the 8-bit integers that
+/// `trainer export --quantize int8` writes. From `begin_step` on, weights are rounded per output, with batch norm folded
+/// into them, and activations per tensor, within a range that follows the values of training. Gradients are
+/// straight-through, and 0 where an activation is clipped. Evaluations round too, and an export takes the ranges from
+/// training. For models of kind `mlp`, `cnn`, `resnet` and `mobilenet`.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct QuantizeConfig {
     /// Round in training.
     pub training: bool,
-    /// The update after which values are rounded; before it, the model learns in floats. If absent, the first of a run with
-    /// `train.init`, and half of the updates of others.
+    /// The update after which values are rounded; before it, the model trains in floats. If absent, the first one with
+    /// `train.init`, and half of the run's updates without.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schemars(range(min = 1, max = 1_000_000_000))]
     pub begin_step: Option<u64>,
@@ -23,7 +23,7 @@ pub struct QuantizeConfig {
 /// The models that have a form in 8-bit integers, activations included.
 pub const INT8_KINDS: [&str; 4] = ["mlp", "cnn", "resnet", "mobilenet"];
 
-/// The least part of the way that a range moves towards the values of an update, as in PyTorch.
+/// The least fraction of the way that a range moves towards the extremes of an update: that of PyTorch.
 const LEAST_FRACTION: f64 = 0.01;
 
 impl QuantizeConfig {
@@ -39,8 +39,8 @@ impl QuantizeConfig {
         self.training && self.begin_step.is_some_and(|begin| step >= begin)
     }
 
-    /// The part of the way that ranges move towards the values of update `step`: that of a mean over all updates at first,
-    /// later of an exponential moving average. `None` before values are rounded.
+    /// The fraction of the way that ranges move towards the extremes of update `step`: that of a mean over all updates
+    /// at first, later that of an exponential moving average. `None` before values are rounded.
     pub fn range_fraction(&self, step: u64) -> Option<f64> {
         let updates = step - self.begin_step.filter(|begin| self.training && step >= *begin)?;
         Some((1.0 / (updates + 1) as f64).max(LEAST_FRACTION))

@@ -116,7 +116,7 @@ fn first_run(machine: &Runner, job: &JobDir, name: &'static str, seen: &mut Case
     let path = job.folder.join("job.toml");
     let text = fs::read_to_string(&path).unwrap();
     let mut table: toml::Table = text.parse().unwrap();
-    ["prune", "lowrank", "distill"].iter().for_each(|key| drop(table.remove(*key)));
+    ["prune", "lowrank", "distill", "quantize"].iter().for_each(|key| drop(table.remove(*key)));
     for (key, inner) in [("train", "init"), ("schedule", "warmup_steps")] {
         table.get_mut(key).and_then(|table| table.as_table_mut()).map(|table| table.remove(inner));
     }

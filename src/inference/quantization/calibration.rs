@@ -13,8 +13,8 @@ use crate::params::activation_range_name;
 use crate::train::Failure;
 use crate::train::tensor_reader::TensorReader;
 
-/// The quantization of every point of `model`, from `samples` drawn of `dataset`; where training found a range, by that. `progress` is called with the
-/// samples done.
+/// The quantization of every point of `model`, from `samples` drawn of `dataset`, or from the range that training found.
+/// `progress` is called with the samples done.
 pub fn calibrate(
     model: &mut TrainedModel,
     dataset: &Arc<dyn Dataset>,
@@ -50,8 +50,8 @@ pub fn calibrate(
     Ok(found)
 }
 
-/// The quantization of the points, by these names, of a model that was trained with it: all but that of the logits. None
-/// for other models.
+/// The quantization of these points by the ranges of training, which has none of the logits; empty for a model that was
+/// trained in floats.
 fn trained_ranges(model: &TrainedModel, names: &[String]) -> Result<ActivationQuantization, Failure> {
     let mut ranges = ActivationQuantization::new();
     if !model.rounds() {

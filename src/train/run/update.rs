@@ -6,6 +6,7 @@ use crate::data::digest::Digest;
 use crate::data::split::DatasetSplit;
 use crate::events::activity::Work;
 use crate::events::event::Event;
+use crate::job::QuantizeConfig;
 use crate::kernels::grad_stats::GradStats;
 use crate::memory::measure;
 use crate::optim::grad_scaler::StepDecision;
@@ -106,6 +107,10 @@ impl Run<'_> {
             ctx.record(Event::Pruned { step: step + 1, sparsity, pruned, weights })?;
         }
         ctx.engine.quantize(step + 1)?;
+        let begins = |config: &QuantizeConfig| config.rounds_after(step + 1) && !config.rounds_after(step);
+        if ctx.setup.job.quantize.as_ref().is_some_and(begins) {
+            ctx.record(Event::Quantized { step: step + 1 })?;
+        }
         drop(compression);
         ctx.train_loader = Some(train_loader);
         ctx.position.advance(&ids);

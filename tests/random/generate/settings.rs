@@ -91,8 +91,8 @@ pub fn case(
     if !begins_with_weights {
         set_prune(&mut Draw::new(seed, "prune"), &mut job, steps.then_some(updates));
         set_distill(&mut Draw::new(seed, "distill"), &mut job, classes);
-        set_quantize(&mut Draw::new(seed, "quantize"), &mut job, steps.then_some(updates));
     }
+    set_quantize(&mut Draw::new(seed, "quantize"), &mut job, steps.then_some(updates));
     set_lowrank(&mut Draw::new(seed, "lowrank"), &mut job, begins_with_weights);
     let mut log = Table::new();
     if draw.chance(0.9) {
