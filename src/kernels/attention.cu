@@ -84,6 +84,10 @@ template <class R> __device__ R row_sum(R x) {
     for (int o = SIDE / 2; o > 0; o /= 2) x += __shfl_xor_sync(0xffffffff, x, o);
     return x;
 }
+// The factor on scores, in double precision where all else is.
+template <class R> __device__ R scale_of(const AttentionDims &s) {
+    return sizeof(R) > sizeof(float) ? R(1) / sqrt(R(s.head)) : R(s.scale);
+}
 __device__ float exp_of(float x) { return expf(x); }
 __device__ double exp_of(double x) { return exp(x); }
 __device__ float log_of(float x) { return logf(x); }
@@ -101,7 +105,7 @@ __global__ void __launch_bounds__(THREADS)
     const auto mask = masks.of(sample);
     const T *base = qkv + int64_t(sample) * s.length * width;
     const T *k_at = base + (s.heads + kv_head) * s.head, *v_at = base + (s.heads + s.kv_heads + kv_head) * s.head;
-    load<TILE>(q, base + h * s.head, width, first, s.length, s.head, R(s.scale));
+    load<TILE>(q, base + h * s.head, width, first, s.length, s.head, scale_of<R>(s));
     R o[M][C] = {}, max_score[M], exp_sum[M];
 #pragma unroll
     for (int i = 0; i < M; i++) max_score[i] = -INFINITY, exp_sum[i] = 0;
@@ -203,7 +207,7 @@ __global__ void __launch_bounds__(THREADS)
     const auto mask = masks.of(sample);
     int64_t at = int64_t(sample) * s.length;
     const T *base = qkv + at * width;
-    load<TILE>(q, base + h * s.head, width, first, s.length, s.head, R(s.scale));
+    load<TILE>(q, base + h * s.head, width, first, s.length, s.head, scale_of<R>(s));
     load<TILE>(d, dy + at * out + h * s.head, out, first, s.length, s.head, R(1));
     const R *row_logsumexp = logsumexp + (int64_t(sample) * s.heads + h) * s.length;
     const R *row_delta = delta + (int64_t(sample) * s.heads + h) * s.length;
@@ -219,7 +223,7 @@ __global__ void __launch_bounds__(THREADS)
         accumulate_product<M, C, TILE, false>(o, ds, k, s.head);
     }
 #pragma unroll
-    for (int i = 0; i < M; i++) scale[i] = R(s.scale);
+    for (int i = 0; i < M; i++) scale[i] = scale_of<R>(s);
     write<M, C, TILE>(dx + at * width + h * s.head, o, width, first, s.length, s.head, scale);
 }
 
@@ -247,7 +251,7 @@ __global__ void __launch_bounds__(THREADS)
         const R *row_delta = delta + (int64_t(sample) * s.heads + h) * s.length;
         for (int first = s.causal ? from : 0; first < s.length; first += TILE) {
             __syncthreads();
-            load<TILE>(q, base + h * s.head, width, first, s.length, s.head, R(s.scale));
+            load<TILE>(q, base + h * s.head, width, first, s.length, s.head, scale_of<R>(s));
             load<TILE>(d, dy + at * out + h * s.head, out, first, s.length, s.head, R(1));
             __syncthreads();
             score_grads<M, TILE>(s, mask, h, ds, p, q, k, v, d, row_logsumexp, row_delta, first, from, keys);
