@@ -46,6 +46,13 @@ pub enum MemoryFormat {
     ChannelsLast,
 }
 
+/// The running statistic with the range of the activations at a point of a network.
+pub fn activation_range_name(point: &str) -> String {
+    format!("{point}{ACTIVATION_RANGE}")
+}
+
+const ACTIVATION_RANGE: &str = ".activation_range";
+
 /// What layers do with a tensor of two or more dimensions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TensorUse {
@@ -82,6 +89,16 @@ impl TensorSpec {
         self.shape.get(axis).copied().unwrap_or(1)
     }
 
+    /// Whether it is the range of activations, see [`activation_range_name`].
+    pub fn is_activation_range(&self) -> bool {
+        self.name.ends_with(ACTIVATION_RANGE)
+    }
+
+    /// Whether layers multiply inputs with it: a matrix or filters, no bias, norm or embedding.
+    fn is_matrix(&self) -> bool {
+        self.shape.len() >= 2 && self.usage != TensorUse::Table
+    }
+
     /// The shape of the view in the buffer.
     pub fn stored_shape(&self) -> Vec<usize> {
         match (self.memory_format, self.shape.as_slice()) {
@@ -116,10 +133,12 @@ pub(crate) struct Placement {
     group: usize,
     /// `[prune]` may set its weights to zero.
     pruned: bool,
+    /// `[quantize]` rounds its weights.
+    quantized: bool,
 }
 
 impl Placement {
-    const DEFAULT: Self = Self { trained: true, group: 0, pruned: false };
+    const DEFAULT: Self = Self { trained: true, group: 0, pruned: false, quantized: false };
 }
 
 impl ParamRegistry {
@@ -207,6 +226,11 @@ impl ParamRegistry {
         }
     }
 
+    /// Whether the model computes with values that are rounded to 8-bit integers.
+    pub fn quantizes(&self) -> bool {
+        self.rules.quantizes()
+    }
+
     /// Lays out all parameters and statistics.
     pub fn into_layout(self) -> Result<ParamLayout, DuplicateName> {
         let mut names = BTreeMap::new();
@@ -240,6 +264,8 @@ pub struct FlatLayout {
     offsets: Vec<usize>,
     /// Whether `[prune]` may set weights to zero, in declaration order.
     pruned: Vec<bool>,
+    /// Whether `[quantize]` rounds weights, in declaration order.
+    quantized: Vec<bool>,
     /// Indices in buffer order.
     buffer_order: Vec<usize>,
     /// Number of values in the buffer.
@@ -289,7 +315,8 @@ impl FlatLayout {
         }
         let groups = groups.into_iter().map(|(_, group)| group).collect();
         let pruned = placements.iter().map(|placement| placement.pruned).collect();
-        Self { specs, offsets, pruned, buffer_order, len, trained_len, groups }
+        let quantized = placements.iter().map(|placement| placement.quantized).collect();
+        Self { specs, offsets, pruned, quantized, buffer_order, len, trained_len, groups }
     }
 
     /// Specs and ranges in buffer order.
@@ -313,6 +340,12 @@ impl FlatLayout {
     /// Number of values in [`pruned`](Self::pruned).
     pub fn pruned_len(&self) -> usize {
         self.pruned().map(|(_, range)| range.len()).sum()
+    }
+
+    /// The ones of [`iter`](Self::iter) that `[quantize]` rounds, frozen ones too.
+    pub fn quantized(&self) -> impl Iterator<Item = (&TensorSpec, Range<usize>)> {
+        let quantized = self.buffer_order.iter().map(|&i| self.quantized[i]);
+        self.iter().zip(quantized).filter_map(|(param, quantized)| quantized.then_some(param))
     }
 
     /// The frozen ones of [`iter`](Self::iter), with ranges that count from the first of them.

@@ -113,6 +113,14 @@ fn contradictions() {
 }
 
 #[test]
+fn values_that_cannot_be_rounded_are_named() {
+    let gpt = "[model]\nkind = \"gpt\"\n[data]\nkind = \"text\"\ntrain = \"x.txt\"\n[train]\nsteps = 10\n";
+    check("quantize_kind", &format!("{gpt}[quantize]\ntraining = true\nbegin_step = 20\n"));
+    check("quantize_off", &format!("{GOOD}[quantize]\nbegin_step = 20\n"));
+    check("quantize_synonyms", &format!("{GOOD}[qat]\nquant_delay = 20\n"));
+}
+
+#[test]
 fn a_loss_or_a_metric_of_another_task_is_named() {
     check("metric_of_another_task", &format!("{GOOD}[eval]\nmetrics = [\"accuracy\", \"rmse\"]\n"));
     check(

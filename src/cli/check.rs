@@ -47,6 +47,7 @@ impl CheckArgs {
         }
         preview.warnings.extend(frozen_at_random(&setup));
         preview.warnings.extend(pruning_cut_short(&setup));
+        preview.warnings.extend(rounding_cut_short(&setup));
         preview.test_samples = setup.test_samples;
         if common.json {
             let layers: Vec<Value> = layer_rows(&setup).iter().map(LayerRow::json).collect();
@@ -137,6 +138,13 @@ fn frozen_at_random(setup: &Setup) -> Option<String> {
     let random = setup.num_trained() < setup.num_parameters() && setup.job.train.init.is_none();
     random
         .then(|| "`train.freeze` keeps random weights: `train.init` names trained ones to start from".into())
+}
+
+/// A warning, if the run ends before values are rounded. With `train.steps` that is an error of the job.
+fn rounding_cut_short(setup: &Setup) -> Option<String> {
+    let (begin, last) = (setup.job.quantize.as_ref()?.begin_step?, setup.total_steps);
+    (begin > last)
+        .then(|| format!("rounding begins after step {begin} and the run ends at step {last}, in floats"))
 }
 
 /// A warning, if the run ends before pruning does. With `train.steps` that is an error of the job.

@@ -171,6 +171,11 @@ pub enum Event {
         /// Weights that may be pruned.
         weights: u64,
     },
+    /// From now on weights and activations are rounded to 8-bit integers, as the job's `[quantize]` says.
+    Quantized {
+        /// Updates applied before it.
+        step: u64,
+    },
     /// An evaluation over the validation set.
     Eval {
         /// Updates applied before it.

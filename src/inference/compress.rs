@@ -186,6 +186,8 @@ fn rank_choices(model: &TrainedModel, ram: u64) -> Result<Vec<(Option<SizeRatio>
 /// The model with these ranks and the weights in this file.
 fn with_weights(model: &TrainedModel, ranks: &Ranks, weights: &Path) -> TrainedModel {
     let mut job = model.job.clone();
+    // A variant has no ranges of its own: it is quantized after training.
+    job.quantize = None;
     if !ranks.is_empty() {
         let whole =
             LowRankConfig { rank: None, energy: None, target: None, layers: Vec::new(), ranks: Ranks::new() };

@@ -17,36 +17,11 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 pub use self::histogram::ClipMethod;
+pub use crate::kernels::fake_quantize::AffineQuantization;
 
 use self::input_products::InputProducts;
 use self::points::Observers;
-
-/// `real = scale (stored - zero_point)`, where what is stored has 8 bits.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct AffineQuantization {
-    pub scale: f32,
-    pub zero_point: i8,
-}
-
-impl AffineQuantization {
-    /// Covers the values from `low` to `high` and 0, which is exact.
-    pub fn of_range(low: f32, high: f32) -> Self {
-        let (low, high) = (low.min(0.0), high.max(0.0));
-        let scale = (high - low) / 255.0;
-        if !scale.is_normal() {
-            return Self { scale: 1.0, zero_point: 0 };
-        }
-        let zero_point = (-128.0 - low / scale).round_ties_even().clamp(-128.0, 127.0);
-        Self { scale, zero_point: zero_point as i8 }
-    }
-
-    /// The nearest value that has a form. NaN stays NaN.
-    #[inline(always)]
-    pub fn rounded(self, value: f32) -> f32 {
-        let zero = f32::from(self.zero_point);
-        (value / self.scale).round_ties_even().clamp(-128.0 - zero, 127.0 - zero) * self.scale
-    }
-}
+use crate::kernels::fake_quantize::symmetric_scale;
 
 /// The quantization of each point, by its name.
 pub type ActivationQuantization = BTreeMap<String, AffineQuantization>;
@@ -69,8 +44,7 @@ pub fn quantize_rows(values: &[f32], rows: usize) -> (Vec<i8>, Vec<f32>) {
     let mut scales = Vec::with_capacity(rows);
     for row in values.chunks_exact((values.len() / rows).max(1)) {
         let largest = row.iter().fold(0f32, |most, value| most.max(value.abs()));
-        let scale = largest / 127.0;
-        let scale = if scale.is_normal() { scale } else { 1.0 };
+        let scale = symmetric_scale(largest);
         quantized
             .extend(row.iter().map(|value| (value / scale).round_ties_even().clamp(-127.0, 127.0) as i8));
         scales.push(scale);

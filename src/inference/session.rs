@@ -134,7 +134,8 @@ impl Unloaded {
         }
         let dtype = activation_dtype(model.job.train.precision, backend);
         // Smoothing and weights belong to training: a loss is that of the targets as they are.
-        let (loss, rules) = (LossOptions::default(), ParamRules::of_ranks(&model.job.ranks()));
+        let rules = ParamRules::of_ranks(&model.job.ranks()).quantized(model.quantizes());
+        let loss = LossOptions::default();
         let BuiltModel { network, layout } =
             fused_network(&model.job.model, &loss, &rules, features, dtype, backend)?;
         let buckets = bucket_networks(&model.job.model, &loss, &rules, features, dtype, backend)?;
@@ -266,6 +267,8 @@ impl Session {
         let store = ParamStore::for_inference(parts.layout, parts.dtype, &device)?;
         load_views(&model.weights, &store.layout.params, store.weight_views())?;
         load_views(&model.statistics, &store.layout.stats, store.stat_views())?;
+        store.set_rounding(model.rounds());
+        store.sync_compute_weights()?;
         Ok(Self {
             features,
             plan,

@@ -20,6 +20,7 @@ mod optimizer;
 mod overrides;
 mod progress;
 mod prune;
+mod quantize;
 mod reference;
 mod renamed;
 mod rules;
@@ -48,6 +49,7 @@ pub use optimizer::{
 };
 pub use progress::{BestMetric, CheckpointConfig, EvalConfig, Interval, LogConfig, MemoryLog, Metric};
 pub use prune::{PruneConfig, PruneSchedule, PruneScope, PruneStructure};
+pub use quantize::{INT8_KINDS, QuantizeConfig};
 pub use reference::job_markdown;
 pub use schema::schema;
 pub use source_map::{Snippet, SourceLocation};
@@ -90,6 +92,8 @@ pub struct Job {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub lowrank: Option<LowRankConfig>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub quantize: Option<QuantizeConfig>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub distill: Option<DistillConfig>,
     #[serde(default)]
     pub log: LogConfig,
@@ -108,6 +112,11 @@ impl Job {
     /// The rank of each factorized layer; empty until a job's `[lowrank]` is resolved.
     pub fn ranks(&self) -> Ranks {
         self.lowrank.as_ref().map(|lowrank| lowrank.ranks.clone()).unwrap_or_default()
+    }
+
+    /// Whether values are rounded to 8-bit integers in training.
+    pub fn quantizes(&self) -> bool {
+        self.quantize.as_ref().is_some_and(|quantize| quantize.training)
     }
 
     /// The resolved job as TOML: itself a valid job, equal to this one in any folder.

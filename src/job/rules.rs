@@ -9,9 +9,9 @@ use super::check::SpannedError;
 use super::error::{ErrorCode, JobError};
 use super::source_map::WHOLE_FILE;
 use super::{
-    AugmentConfig, BestMetric, CategoryEncoding, ClassWeightsConfig, CsvConfig, IdxConfig, Job, JsonConfig,
-    JsonlConfig, OptimizerConfig, ParquetConfig, Precision, PruneSchedule, PruneStructure, RunLength,
-    SourceConfig, SplitKind, Task,
+    AugmentConfig, BestMetric, CategoryEncoding, ClassWeightsConfig, CsvConfig, INT8_KINDS, IdxConfig, Job,
+    JsonConfig, JsonlConfig, OptimizerConfig, ParquetConfig, Precision, PruneSchedule, PruneStructure,
+    RunLength, SourceConfig, SplitKind, Task,
 };
 
 /// Every contradiction in `job`, reported where `tree` states it.
@@ -166,6 +166,7 @@ pub(super) fn contradictions(job: &Job, tree: &DeTable) -> Vec<SpannedError> {
     split_contradictions(job, tree, &mut report);
     prune_contradictions(job, &mut report);
     lowrank_contradictions(job, &mut report);
+    quantize_contradictions(job, &mut report);
     if let SourceConfig::Jsonl(JsonlConfig { label: Some(_), messages, chat, pack, .. }) = &job.data.source {
         if *pack {
             let hint = "with `label` each record is a sample: remove `pack`";
@@ -379,6 +380,36 @@ fn lowrank_contradictions(job: &Job, report: &mut impl FnMut(&str, String, Strin
     if let Some((layer, _)) = lowrank.ranks.iter().find(|(_, rank)| **rank == 0) {
         let hint = "a rank is at least 1; without an entry the layer stays whole";
         report("lowrank.ranks", format!("the rank of `{layer}` cannot be 0"), hint.into());
+    }
+}
+
+/// Keys of `[quantize]` that contradict each other, the model or the length of the run.
+fn quantize_contradictions(job: &Job, report: &mut impl FnMut(&str, String, String)) {
+    let Some(quantize) = &job.quantize else { return };
+    let kind = job.model.kind();
+    if quantize.training && !INT8_KINDS.contains(&kind) {
+        let [others @ .., last] = INT8_KINDS;
+        report(
+            "quantize.training",
+            format!("`quantize.training` has no form for models of kind `{kind}`"),
+            format!(
+                "those of kind `{}` and `{last}` have one; `trainer export --quantize` quantizes after training",
+                others.join("`, `")
+            ),
+        );
+    }
+    match (quantize.begin_step, job.train.length()) {
+        (Some(_), _) if !quantize.training => report(
+            "quantize.begin_step",
+            "`quantize.begin_step` has no effect without `quantize.training`".into(),
+            "add `training = true`, or remove it".into(),
+        ),
+        (Some(begin), RunLength::Steps(steps)) if begin > steps => report(
+            "quantize.begin_step",
+            format!("`quantize.begin_step` must be at most `train.steps`, {steps}, not {begin}"),
+            "rounding must begin within the run".into(),
+        ),
+        _ => {}
     }
 }
 

@@ -12,6 +12,7 @@ use crate::layers::categorical_embedding::CategoricalEmbedding;
 use crate::layers::cross_entropy::CrossEntropy;
 use crate::layers::distillation::{DistillOptions, Distillation};
 use crate::layers::dropout::Dropout;
+use crate::layers::fake_quantize::FakeQuantize;
 use crate::layers::flatten::Flatten;
 use crate::layers::linear::LinearOptions;
 use crate::layers::loss::Loss;
@@ -357,9 +358,15 @@ impl NetworkBuilder {
         let mut blocks: Vec<LayerBlock> =
             self.blocks.into_iter().filter(|block| !block.nodes.is_empty()).collect();
         blocks.iter_mut().enumerate().for_each(|(i, block)| block.recompute_rank = i);
-        let network = Network { blocks, loss: self.loss.ok_or(ModelError::NoLoss)?, teacher: None };
-        self.registry.check_rules()?;
-        Ok(BuiltModel { network, layout: self.registry.into_layout()? })
+        let mut network = Network { blocks, loss: self.loss.ok_or(ModelError::NoLoss)?, teacher: None };
+        let mut registry = self.registry;
+        registry.check_rules()?;
+        if registry.quantizes() {
+            network.insert_points(&self.features.input_shape(), &mut |name, shape| {
+                Some(Box::new(FakeQuantize::new(&mut registry, name, shape)))
+            });
+        }
+        Ok(BuiltModel { network, layout: registry.into_layout()? })
     }
 }
 

@@ -1,12 +1,12 @@
 //! Which parameters are trained, which group they belong to and which may be pruned: the patterns of `train.freeze`,
-//! `[[train.groups]]` and `prune.skip`; and the ranks of factorized layers.
+//! `[[train.groups]]` and `prune.skip`; and the ranks of factorized layers, and whether weights are rounded.
 //!
 //! A pattern matches a parameter's name, or that of a module it is in: the name up to one of its dots. `*` matches any
 //! characters, dots too. Of several that match, the last decides.
 
 use glob::Pattern;
 
-use super::{MatrixLayer, ParamGroup, Placement, TensorSpec, TensorUse};
+use super::{MatrixLayer, ParamGroup, Placement, TensorSpec};
 use crate::job::{Job, PruneStructure, Ranks, TrainConfig};
 
 /// Patterns on names, compiled.
@@ -17,6 +17,8 @@ pub struct ParamRules {
     /// `None` without `[prune]`.
     prune: Option<PruneRule>,
     ranks: Ranks,
+    /// Values are rounded to 8-bit integers.
+    quantize: bool,
 }
 
 /// Why the rules of a job do not apply to its model.
@@ -56,8 +58,7 @@ struct PruneRule {
 impl PruneRule {
     /// Whether this tensor of a layer has weights of this structure: no bias, norm or embedding.
     fn suits(&self, spec: &TensorSpec) -> bool {
-        let is_weight = spec.shape.len() >= 2 && spec.usage != TensorUse::Table;
-        is_weight && (self.structure != PruneStructure::TwoOfFour || spec.inputs().is_multiple_of(4))
+        spec.is_matrix() && (self.structure != PruneStructure::TwoOfFour || spec.inputs().is_multiple_of(4))
     }
 }
 
@@ -117,13 +118,22 @@ impl ParamRules {
         Self { ranks: ranks.clone(), ..Self::default() }
     }
 
+    /// The same rules for a model whose values are rounded to 8-bit integers, or are not.
+    pub fn quantized(self, quantize: bool) -> Self {
+        Self { quantize, ..self }
+    }
+
+    pub(super) fn quantizes(&self) -> bool {
+        self.quantize
+    }
+
     /// The rules of all tables of a job.
     pub fn of_job(job: &Job) -> Self {
         let prune = job.prune.as_ref().map(|prune| PruneRule {
             structure: prune.structure,
             skip: prune.skip.iter().map(|text| NamePattern::new(text)).collect(),
         });
-        Self { prune, ranks: job.ranks(), ..Self::new(&job.train) }
+        Self { prune, ranks: job.ranks(), quantize: job.quantizes(), ..Self::new(&job.train) }
     }
 
     /// The rank of the factors of this layer; `None` if it stays whole.
@@ -159,7 +169,8 @@ impl ParamRules {
         let group = self.groups.iter().rposition(|group| group.patterns.iter().any(matches));
         let prunes = |rule: &PruneRule| rule.suits(spec) && !rule.skip.iter().any(matches);
         let pruned = !frozen && self.prune.as_ref().is_some_and(prunes);
-        Placement { trained: !frozen, group: group.map_or(0, |index| index + 1), pruned }
+        let quantized = self.quantize && spec.is_matrix();
+        Placement { trained: !frozen, group: group.map_or(0, |index| index + 1), pruned, quantized }
     }
 
     /// The group of a placement, which starts at this offset and is still empty.

@@ -21,12 +21,12 @@ use crate::data::loader;
 use crate::graph::network::{Executor, Network};
 use crate::graph::offload::ActivationOffload;
 use crate::job::{Job, MemoryLog, OptimizerConfig};
-use crate::kernels::{low_rank, matmul, sample_keys};
+use crate::kernels::{fake_quantize, low_rank, matmul, sample_keys};
 use crate::memory::ledger::{Ledger, LedgerEntry};
 use crate::memory::process::ProcessMemory;
 use crate::memory::recorder::RECORDER_BYTES;
 use crate::optim;
-use crate::params::{MemoryFormat, ParamLayout, TensorSpec};
+use crate::params::{FlatLayout, MemoryFormat, ParamLayout, TensorSpec};
 
 /// Heap bytes the program holds besides its reservations: the measured size of argument parsing, the job, the network
 /// description, thread pools and reports, with a margin.
@@ -44,6 +44,15 @@ pub const STAGED_BATCH: &str = "micro-batch on its way";
 
 /// The name that the reservation for the metrics of an evaluation carries.
 pub const EVALUATION_METRICS: &str = "evaluation metrics";
+
+/// The name that the reservations of rounding weights carry.
+pub const QUANTIZATION: &str = "quantization";
+
+/// Bytes of temporaries where tensors reside while weights are rounded.
+pub fn rounding_bytes(params: &FlatLayout, backend: Backend) -> u64 {
+    let bytes = |(_, range): (_, Range<usize>)| fake_quantize::rows_workspace(range.len(), backend);
+    params.quantized().map(bytes).max().unwrap_or(0)
+}
 
 /// The name that the reservations of pruning carry.
 pub const PRUNING: &str = "pruning";
@@ -316,9 +325,10 @@ impl<'a> Estimator<'a> {
         (samples > 0).then(|| exec_plan.eval_micro_batch.min(samples))
     }
 
-    /// Whether the weights that layers compute with are a copy of the master weights in another dtype.
+    /// Whether the weights that layers compute with are a copy of the master weights, in another dtype or rounded.
     fn has_compute_copy(&self) -> bool {
         self.inputs.dtype.size_in_bytes() as u64 != master_dtype_bytes(self.inputs.dtype)
+            || self.inputs.layout.params.quantized().next().is_some()
     }
 
     /// Number of values of these parameters or statistics, per owning layer.
@@ -443,6 +453,8 @@ impl<'a> Estimator<'a> {
                 let rule = s.optimizer.of_kind(exec_plan.optimizer);
                 let bytes = optim::workspace_bytes(&rule, &s.layout.params, s.backend);
                 let mut parts = vec![s.allocation(Role::Workspace, "optimizer", bytes)];
+                let bytes = rounding_bytes(&s.layout.params, s.backend);
+                parts.push(s.allocation(Role::Workspace, QUANTIZATION, bytes));
                 if s.job.prune.is_some() {
                     let (params, role) = (&s.layout.params, Role::Workspace);
                     let bytes = optim::prune::workspace_bytes(params, s.backend);

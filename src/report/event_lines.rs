@@ -97,6 +97,10 @@ impl RunView<'_> {
                 );
                 line(paint.dim(&label("prune")), text)
             }
+            Event::Quantized { step } => line(
+                paint.bold(&label("round")),
+                format!("step {}  weights and activations have 8 bits from here on", format_count(*step)),
+            ),
             // `train.` sorts before `valid.`.
             Event::Eval { step, epoch, metrics, eval_s, .. } => line(
                 paint.green(&label("eval")),

@@ -92,6 +92,7 @@ pub fn case(
         set_prune(&mut Draw::new(seed, "prune"), &mut job, steps.then_some(updates));
         set_distill(&mut Draw::new(seed, "distill"), &mut job, classes);
     }
+    set_quantize(&mut Draw::new(seed, "quantize"), &mut job, steps.then_some(updates));
     set_lowrank(&mut Draw::new(seed, "lowrank"), &mut job, begins_with_weights);
     let mut log = Table::new();
     if draw.chance(0.9) {
@@ -332,6 +333,21 @@ fn set_prune(draw: &mut Draw, job: &mut Table, steps: Option<usize>) {
         table.set("skip", skip);
     }
     job.set("prune", table);
+}
+
+/// Rounding to 8-bit integers, of models that have a form in them. Drawn apart, like the loss.
+fn set_quantize(draw: &mut Draw, job: &mut Table, steps: Option<usize>) {
+    let kind = job["model"].get("kind").and_then(Value::as_str).unwrap_or_default();
+    if !matches!(kind, "mlp" | "cnn" | "resnet" | "mobilenet") || !draw.chance(0.2) {
+        return;
+    }
+    let mut table = Table::new();
+    let training = draw.chance(0.9);
+    table.set("training", training);
+    if training && draw.chance(0.5) {
+        table.number("begin_step", draw.within(1..=steps.unwrap_or(2)));
+    }
+    job.set("quantize", table);
 }
 
 /// Factorized layers, of models that are wide enough. Drawn apart, like the loss.
