@@ -179,8 +179,8 @@ impl<'a> Engine<'a> {
         let activation_offload = plan.offloads(Offload::Activations).then(offload).transpose()?;
         let saved_stats = store.stats.copy()?;
         let average = setup.job.train.ema.map(|_| store.copy_master_weights()).transpose()?;
-        let prune = |config| Pruning::new(config, &setup.layout.params, &setup.device());
-        let pruning = setup.job.prune.as_ref().map(prune).transpose()?;
+        let prune = |config| Pruning::new(config, &setup.layout, &setup.device());
+        let pruning = setup.job.pruning().map(prune).transpose()?;
         let load = |teacher: &Teacher| {
             let dtype = teacher.dtype(setup.backend());
             ParamStore::for_inference(teacher.layout.clone(), dtype, &setup.device())
@@ -431,9 +431,10 @@ impl<'a> Engine<'a> {
         let Some(pruning) = self.pruning.as_ref().filter(|pruning| pruning.is_active(step)) else {
             return Ok(Vec::new());
         };
-        let (params, backend) = (&self.setup.layout.params, self.setup.backend());
-        let selection = if pruning.is_due(step) { prune::selection_bytes(params, backend) } else { 0 };
-        let parts = [(&self.ledger, prune::workspace_bytes(params, backend)), (&self.host_ledger, selection)];
+        let (layout, backend) = (&self.setup.layout, self.setup.backend());
+        let selection = if pruning.is_due(step) { prune::selection_bytes(layout, backend) } else { 0 };
+        let workspace = prune::workspace_bytes(&layout.params, backend);
+        let parts = [(&self.ledger, workspace), (&self.host_ledger, selection)];
         let parts = parts.into_iter().filter(|(_, bytes)| *bytes > 0);
         Ok(parts
             .map(|(ledger, bytes)| ledger.reserve(Role::Workspace, PRUNING, bytes))

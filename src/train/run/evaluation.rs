@@ -101,7 +101,7 @@ impl Evaluation {
         let value = self.metrics.get(&rank.name()).copied().unwrap_or(f64::NAN);
         // The weights of before the last selection are not what the job asks for, however good they are.
         let is_as_sparse = |before: u64| {
-            setup.job.prune.as_ref().is_none_or(|prune| prune.sparsity(before) >= prune.sparsity(step))
+            setup.job.pruning().is_none_or(|prune| prune.sparsity(before) >= prune.sparsity(step))
         };
         let rival = self.best.filter(|(_, before)| is_as_sparse(*before));
         let better = rival.is_none_or(|(best, _)| rank.improves(value, best)) && !value.is_nan();
