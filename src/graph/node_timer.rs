@@ -6,8 +6,8 @@ use std::cell::RefCell;
 use std::ops::Range;
 use std::sync::Arc;
 
-use crate::kernels::kernel_timer::{self, KernelSpan};
-use crate::kernels::moment::{Clock, Moment};
+use crate::kernels::kernel_timer::{self, KernelCall, KernelSpan};
+use crate::kernels::moment::{Clock, Moment, TimeAxis};
 use crate::memory::gpu::GpuDevice;
 use crate::memory::{Ledger, measure};
 
@@ -86,14 +86,35 @@ pub fn start(clock: Clock, gpu: Option<Arc<GpuDevice>>) {
     RECORDING.set(Some(Recording { clock, gpu, spans: Vec::new() }));
 }
 
-/// Ends the recording and returns it, with times since `origin`. Waits for what was recorded.
-pub fn take(origin: &Moment) -> Spans {
-    let recorded = RECORDING.take().map(|recording| recording.spans).unwrap_or_default();
-    let with_times = |(span, start, end): (NodeSpan, Moment, Moment)| {
-        let start_s = origin.seconds_to(&start);
-        NodeSpan { start_s, seconds: origin.seconds_to(&end) - start_s, ..span }
-    };
-    Spans { nodes: recorded.into_iter().map(with_times).collect(), kernels: kernel_timer::take(origin) }
+/// A recording that has ended. Its times can be told once the device has got there.
+pub struct Recorded {
+    nodes: Vec<(NodeSpan, Moment, Moment)>,
+    kernels: Vec<KernelCall>,
+}
+
+/// Ends the recording and returns it.
+pub fn take() -> Recorded {
+    let nodes = RECORDING.take().map(|recording| recording.spans).unwrap_or_default();
+    Recorded { nodes, kernels: kernel_timer::take() }
+}
+
+impl Recorded {
+    /// All that were taken.
+    pub fn moments(&self) -> impl Iterator<Item = &Moment> {
+        let of_nodes = self.nodes.iter().flat_map(|(_, start, end)| [start, end]);
+        of_nodes.chain(self.kernels.iter().flat_map(KernelCall::moments))
+    }
+
+    pub fn spans(self, axis: &TimeAxis) -> Spans {
+        let with_times = |(span, start, end): (NodeSpan, Moment, Moment)| {
+            let start_s = axis.seconds(&start);
+            NodeSpan { start_s, seconds: axis.seconds(&end) - start_s, ..span }
+        };
+        Spans {
+            nodes: self.nodes.into_iter().map(with_times).collect(),
+            kernels: kernel_timer::spans(self.kernels, axis),
+        }
+    }
 }
 
 /// Runs a node, and records it if this thread has a recording.

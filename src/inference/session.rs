@@ -99,11 +99,19 @@ pub struct Session {
 }
 
 /// A micro-batch between two blocks.
+#[derive(Clone)]
 pub(super) struct BlockInput {
     pub x: Tensor,
     epoch: u64,
     ids: Vec<u64>,
-    pub lengths: Vec<u32>,
+    lengths: Vec<u32>,
+}
+
+impl BlockInput {
+    /// Unpadded positions per sample; `None` if nothing is padded.
+    pub fn lengths(&self) -> Option<&[u32]> {
+        (!self.lengths.is_empty()).then_some(&self.lengths)
+    }
 }
 
 /// A network before its weights are loaded.

@@ -424,14 +424,23 @@ fn chunk_images(chunk: usize, chunks: usize, batch: usize) -> Range<usize> {
     start..start + each + usize::from(chunk < larger)
 }
 
-/// Bytes of temporaries of the forward pass and of the backward pass, which computes these gradients besides that of
-/// the input.
+/// Bytes of temporaries.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ConvWorkspace {
+    pub forward: u64,
+    /// Of a backward pass without the gradient of the input.
+    pub backward: u64,
+    /// Of the gradient of the input, after the others.
+    pub input_grad: u64,
+}
+
+/// Temporaries of a convolution whose backward pass computes these gradients besides that of the input.
 pub fn workspace(
     geometry: &ConvGeometry,
     (weight_grad, bias_grad): (bool, bool),
     act: Activation,
     at: crate::base::MicroBatchSpec,
-) -> (u64, u64) {
+) -> ConvWorkspace {
     let g = geometry;
     match at.backend {
         Backend::Cuda { .. } => return cuda_workspace(g, weight_grad, bias_grad, at),
@@ -440,12 +449,14 @@ pub fn workspace(
             let (h, w) = g.output();
             let tap = at.bytes(h * w * (g.in_channels + 2 * g.out_channels));
             let padded = at.bytes((g.height + 2 * g.padding) * (g.width + 2 * g.padding) * g.in_channels);
-            return (4 * tap + 2 * padded, g.kernel_area() as u64 * 2 * tap + 6 * padded);
+            let backward = g.kernel_area() as u64 * 2 * tap + 6 * padded;
+            return ConvWorkspace { forward: 4 * tap + 2 * padded, backward, input_grad: 0 };
         }
         Backend::Cpu { .. } => {}
     }
     if g.is_depthwise() {
-        return g.depthwise_workspace(at, weight_grad);
+        let (forward, backward) = g.depthwise_workspace(at, weight_grad);
+        return ConvWorkspace { forward, backward, input_grad: 0 };
     }
     let (elem, acc) = (at.dtype.size_in_bytes(), cpu::acc_bytes(at.dtype));
     // The accumulator type, and copies of operands in it where they are stored in another.
@@ -499,7 +510,7 @@ pub fn workspace(
             at.threads() * (rows * k * acc + acc_bytes + gemm_bytes) + copies(n * k)
         }
     };
-    (forward as u64, weight.max(input) as u64)
+    ConvWorkspace { forward: forward as u64, backward: weight as u64, input_grad: input as u64 }
 }
 
 /// Upper bound of a convolution's CUDA workspace. It is the most that cuDNN's engines want for the weight gradients of
@@ -543,7 +554,7 @@ fn cuda_workspace(
     weight_grad: bool,
     bias_grad: bool,
     at: crate::base::MicroBatchSpec,
-) -> (u64, u64) {
+) -> ConvWorkspace {
     let (batch, dtype) = (at.batch, at.dtype);
     let rows = batch * g.output_pixels();
     let layout = ChannelLayout { channels: g.out_channels, rows, rows_per_unit: rows };
@@ -551,16 +562,16 @@ fn cuda_workspace(
         true => GridPartition::new(dtype, &layout).parts * g.out_channels * dtype.size_in_bytes().max(4),
         false => 0,
     };
-    let (forward, backward) = match (g.is_depthwise(), g.is_pointwise()) {
-        (true, _) => (0, if weight_grad { depthwise::cuda_workspace(g, batch, dtype) } else { 0 }),
-        (_, true) => (0, 0),
+    let (forward, weight, input_grad) = match (g.is_depthwise(), g.is_pointwise()) {
+        (true, _) => (0, depthwise::cuda_workspace(g, batch, dtype), 0),
+        (_, true) => (0, 0, 0),
         _ => {
             let bytes = cuda_patch_workspace(g, batch, dtype);
-            let weight = if weight_grad { weight_gradient_bytes(g, dtype) } else { 0 };
-            (bytes + weight_copy_bytes(g, dtype), bytes + weight)
+            (bytes + weight_copy_bytes(g, dtype), bytes + weight_gradient_bytes(g, dtype), bytes)
         }
     };
-    (forward as u64, backward.max(sums) as u64)
+    let backward = sums.max(if weight_grad { weight } else { 0 });
+    ConvWorkspace { forward: forward as u64, backward: backward as u64, input_grad: input_grad as u64 }
 }
 
 /// `y = act(acc + bias)`. Also writes the pre-activation, unless `preact` is empty.

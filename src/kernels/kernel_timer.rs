@@ -7,7 +7,7 @@
 
 use std::cell::{Cell, RefCell};
 
-use super::moment::{Clock, Moment};
+use super::moment::{Clock, Moment, TimeAxis};
 
 /// One call of a kernel.
 #[derive(Clone, Copy, Debug)]
@@ -20,8 +20,8 @@ pub struct KernelSpan {
     pub self_seconds: f64,
 }
 
-/// A call that has ended.
-struct KernelCall {
+/// A call that has ended. Its times can be told once the device has got there.
+pub struct KernelCall {
     kernel: &'static str,
     start: Moment,
     end: Moment,
@@ -54,20 +54,31 @@ pub fn count() -> usize {
     RECORDING.with_borrow(|recording| recording.calls.len())
 }
 
-/// Ends the recording and returns it, in the order in which the kernels ended. Waits for them.
-pub fn take(origin: &Moment) -> Vec<KernelSpan> {
+/// Ends the recording and returns it, in the order in which the kernels ended.
+pub fn take() -> Vec<KernelCall> {
     IS_RECORDING.set(false);
+    RECORDING.take().calls
+}
+
+impl KernelCall {
+    pub fn moments(&self) -> [&Moment; 2] {
+        [&self.start, &self.end]
+    }
+}
+
+/// The times of a whole recording.
+pub fn spans(calls: Vec<KernelCall>, axis: &TimeAxis) -> Vec<KernelSpan> {
     let mut called_s = Vec::new();
     let span = |call: KernelCall| {
-        let (start_s, end_s) = (origin.seconds_to(&call.start), origin.seconds_to(&call.end));
-        let seconds = end_s - start_s;
+        let start_s = axis.seconds(&call.start);
+        let seconds = axis.seconds(&call.end) - start_s;
         // The kernels that it called ended before it, one level deeper.
         called_s.resize(called_s.len().max(call.depth + 2), 0.0);
         called_s[call.depth] += seconds;
         let self_seconds = (seconds - std::mem::take(&mut called_s[call.depth + 1])).max(0.0);
         KernelSpan { kernel: call.kernel, start_s, seconds, self_seconds }
     };
-    RECORDING.take().calls.into_iter().map(span).collect()
+    calls.into_iter().map(span).collect()
 }
 
 /// A kernel that runs until this is dropped.
@@ -123,14 +134,16 @@ mod tests {
             }
         }
         assert_eq!(count(), 3);
-        let spans = take(&origin);
+        let calls = take();
+        let axis = TimeAxis::new(&origin, calls.iter().flat_map(KernelCall::moments), 0.0);
+        let spans = spans(calls, &axis);
         assert_eq!(spans.iter().map(|span| span.kernel).collect::<Vec<_>>(), ["matmul", "matmul", "linear"]);
         let sum: f64 = spans.iter().map(|span| span.self_seconds).sum();
         assert!((sum - spans[2].seconds).abs() < 1e-9 && spans.iter().all(|span| span.self_seconds >= 0.0));
         assert!(
             spans[2].start_s <= spans[0].start_s && spans[0].start_s + spans[0].seconds <= spans[1].start_s
         );
-        assert!(enter(module_path!()).is_none() && take(&origin).is_empty());
+        assert!(enter(module_path!()).is_none() && take().is_empty());
         assert_eq!(kernel_name("trainer::layers::first_token"), "first_token");
     }
 }

@@ -1,7 +1,10 @@
 //! Moments of a profile. On the CPU a moment is a reading of the host's clock; on a GPU it is an event in the compute
 //! stream, which the GPU timestamps when it gets there. Taking one never waits; the interval between two waits for
 //! both.
+//!
+//! Taking a moment takes time itself: a [`TimeAxis`] takes that out again.
 
+use std::cell::Cell;
 use std::time::Instant;
 
 use candle_core::Device;
@@ -17,7 +20,18 @@ pub enum Clock {
     Stream(std::sync::Arc<CudaStream>),
 }
 
-pub enum Moment {
+thread_local! {
+    /// Moments that this thread has taken.
+    static TAKEN: Cell<u64> = const { Cell::new(0) };
+}
+
+pub struct Moment {
+    reading: Reading,
+    /// Moments that its thread took before it.
+    index: u64,
+}
+
+enum Reading {
     Host(Instant),
     #[cfg(feature = "cuda")]
     Event(CudaEvent),
@@ -34,30 +48,88 @@ impl Clock {
     }
 
     pub fn now(&self) -> Moment {
-        match self {
-            Self::Host => Moment::Host(Instant::now()),
+        let reading = match self {
+            Self::Host => Reading::Host(Instant::now()),
             // An event is refused only by a device that has failed, which the next tensor read reports.
             #[cfg(feature = "cuda")]
             Self::Stream(stream) => match stream.record_event(Some(CUevent_flags::CU_EVENT_DEFAULT)) {
-                Ok(event) => Moment::Event(event),
-                Err(_) => Moment::Host(Instant::now()),
+                Ok(event) => Reading::Event(event),
+                Err(_) => Reading::Host(Instant::now()),
             },
-        }
+        };
+        Moment { reading, index: TAKEN.replace(TAKEN.get() + 1) }
     }
 }
 
 impl Moment {
+    /// Moments taken from this one, which counts, to `later`, which does not; both are of one thread.
+    pub fn moments_to(&self, later: &Self) -> u64 {
+        later.index.saturating_sub(self.index)
+    }
+
     /// Seconds from `self` to `later`, with a resolution of about half a microsecond on a GPU; 0 if the device has
     /// failed.
     pub fn seconds_to(&self, later: &Self) -> f64 {
-        match (self, later) {
-            (Self::Host(from), Self::Host(to)) => to.saturating_duration_since(*from).as_secs_f64(),
+        match (&self.reading, &later.reading) {
+            (Reading::Host(from), Reading::Host(to)) => to.saturating_duration_since(*from).as_secs_f64(),
             #[cfg(feature = "cuda")]
-            (Self::Event(from), Self::Event(to)) => {
+            (Reading::Event(from), Reading::Event(to)) => {
                 from.elapsed_ms(to).map_or(0.0, |ms| 1e-3 * f64::from(ms))
             }
             #[cfg(feature = "cuda")]
             _ => 0.0,
         }
+    }
+}
+
+/// Seconds since an origin, without those spent on taking moments. Moments keep their order.
+pub struct TimeAxis {
+    first_index: u64,
+    /// By the index of the moment, from the origin on.
+    seconds: Vec<f64>,
+}
+
+impl TimeAxis {
+    /// The axis of the moments `taken` since `origin`, each of which took `moment_s` to take. Waits for them.
+    pub fn new<'a>(origin: &Moment, taken: impl IntoIterator<Item = &'a Moment>, moment_s: f64) -> Self {
+        let mut seconds = vec![0.0];
+        for moment in taken {
+            let at = origin.moments_to(moment) as usize;
+            seconds.resize(seconds.len().max(at + 1), 0.0);
+            seconds[at] = origin.seconds_to(moment) - moment_s * at as f64;
+        }
+        let mut latest = 0.0f64;
+        for moment in &mut seconds {
+            latest = latest.max(*moment);
+            *moment = latest;
+        }
+        Self { first_index: origin.index, seconds }
+    }
+
+    pub fn seconds(&self, moment: &Moment) -> f64 {
+        self.seconds[(moment.index - self.first_index) as usize]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    #[test]
+    fn an_axis_is_without_the_time_that_its_moments_took_and_keeps_their_order() {
+        let start = Instant::now();
+        let moment = |milliseconds, index| Moment {
+            reading: Reading::Host(start + Duration::from_millis(milliseconds)),
+            index,
+        };
+        let origin = moment(0, 7);
+        let taken = [moment(5, 8), moment(6, 9), moment(20, 10)];
+        let axis = TimeAxis::new(&origin, &taken, 2e-3);
+        let seconds = taken.each_ref().map(|moment| (1e6 * axis.seconds(moment)).round());
+        // The second was taken 1 ms after the first, in less than the 2 ms of a moment: it stays at the first.
+        assert_eq!(seconds, [3e3, 3e3, 14e3]);
+        assert_eq!((axis.seconds(&origin), origin.moments_to(&taken[2])), (0.0, 3));
     }
 }

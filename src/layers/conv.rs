@@ -104,7 +104,7 @@ impl Layer for Conv2d {
         let g = &self.geometry;
         let output = spec.bytes(self.output_shape().iter().product());
         let bias_trained = self.bias.is_some_and(|bias| bias.trained);
-        let (forward, backward) = workspace(g, (self.weight.trained, bias_trained), self.act, spec);
+        let workspace = workspace(g, (self.weight.trained, bias_trained), self.act, spec);
         let reads = self.act.saved_for_backward();
         Cost {
             input_grad: spec.bytes(g.height * g.width * g.in_channels),
@@ -113,8 +113,9 @@ impl Layer for Conv2d {
             saves_output: reads == SavedForBackward::Output,
             overwrites_dy: self.act != Activation::Identity,
             saved: if reads == SavedForBackward::Input { output } else { 0 },
-            forward_workspace: forward,
-            backward_workspace: backward,
+            forward_workspace: workspace.forward,
+            backward_workspace: workspace.backward,
+            input_grad_workspace: workspace.input_grad,
             flops: g.flops(spec.batch),
             trains: self.weight.trained || bias_trained,
             ..Cost::default()

@@ -10,7 +10,7 @@ use crate::params::{ParamId, ParamInit, ParamRegistry};
 
 pub struct Embedding {
     name: String,
-    token_table: ParamId,
+    pub(crate) token_table: ParamId,
     pub(crate) position_table: Option<ParamId>,
     pub(crate) token_type_table: Option<ParamId>,
     /// Tokens per sample.

@@ -401,7 +401,11 @@ fn check_measured_cost(
     };
     let stated = [
         ("forward", cost.output + cost.saved + cost.forward_workspace, forward),
-        ("backward", if differentiable { cost.input_grad } else { 0 } + cost.backward_workspace, backward),
+        (
+            "backward",
+            if differentiable { cost.input_grad } else { 0 } + cost.workspace_of_backward(differentiable),
+            backward,
+        ),
     ];
     for (what, stated, measured) in stated {
         let name = layer.name();
@@ -428,7 +432,7 @@ fn check_cost_is_monotonic(layer: &dyn Layer, dtype: DType) {
             let held = cost.output + cost.saved;
             for (max_so_far, (phase, bytes)) in max_bytes.iter_mut().zip([
                 ("forward", held + cost.forward_workspace),
-                ("backward", held + cost.input_grad + cost.backward_workspace),
+                ("backward", held + cost.input_grad + cost.workspace_of_backward(true)),
             ]) {
                 let name = layer.name();
                 assert!(

@@ -114,11 +114,20 @@ pub struct Cost {
     /// Bytes of temporaries during `forward` and `backward`.
     pub forward_workspace: u64,
     pub backward_workspace: u64,
+    /// Bytes of temporaries during `backward` if it computes the input gradient, where that takes more.
+    pub input_grad_workspace: u64,
     /// Floating-point operations of the forward pass.
     pub flops: u64,
     /// `backward` accumulates gradients of parameters. A layer whose parameters are all frozen, or that has none, is
     /// skipped unless its input gradient is needed.
     pub trains: bool,
+}
+
+impl Cost {
+    /// Bytes of temporaries during a `backward` with or without the input gradient.
+    pub fn workspace_of_backward(&self, needs_input_grad: bool) -> u64 {
+        self.backward_workspace.max(if needs_input_grad { self.input_grad_workspace } else { 0 })
+    }
 }
 
 /// Why a forward pass runs.

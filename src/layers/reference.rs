@@ -69,7 +69,7 @@ impl Layer for ReferenceLayer {
             forward_workspace: FORWARD_COPIES * values + PARAMETER_COPIES * params + cost.forward_workspace,
             backward_workspace: BACKWARD_COPIES * values
                 + PARAMETER_COPIES * params
-                + cost.backward_workspace,
+                + cost.workspace_of_backward(true),
             flops: cost.flops,
             trains: cost.trains,
             ..Cost::default()

@@ -27,16 +27,20 @@ fn milliseconds(seconds: f64) -> String {
 pub fn lines(profile: &Profile, display: DisplayOptions) -> Vec<String> {
     let paint = AnsiStyle { color: display.color };
     let update_s = profile.update_s;
-    let overhead = (update_s / profile.unprofiled_update_s - 1.0).max(0.0);
     let mut lines = vec![
         format!(
-            "{} {} of {}: {} each, {} without the profile ({:.1} % overhead)",
+            "{} {} of {}: {} each, {} without the profile",
             paint.bold("profile"),
             counted(profile.updates, "update"),
             counted(profile.plan.samples_per_update as u64, "sample"),
             milliseconds(update_s),
             milliseconds(profile.unprofiled_update_s),
-            100.0 * overhead
+        ),
+        format!(
+            "overhead {} more ({}) for {}, taken out of each time below",
+            milliseconds(profile.overhead_s),
+            text::percent(profile.overhead_s, profile.unprofiled_update_s),
+            counted(profile.timestamps, "timestamp"),
         ),
         String::new(),
     ];
@@ -317,6 +321,8 @@ mod tests {
             updates: 4,
             update_s: 0.010,
             unprofiled_update_s: 0.0098,
+            overhead_s: 0.0005,
+            timestamps: 120,
             parts: vec![
                 part("wait for data", 0.002),
                 part("forward", 0.002),

@@ -12,22 +12,27 @@ use super::engine::Ledgers;
 use super::setup::Setup;
 use super::trial_updates::{TrialUpdates, UpdatePart};
 use crate::graph::network::{LayerBlock, Node, StepError};
-use crate::graph::node_timer::{self, NodePass, NodeSpan, Spans};
+use crate::graph::node_timer::{self, NodePass, NodeSpan, Recorded, Spans};
 use crate::graph::offload::{ActivationOffload, CopySpeed};
 use crate::kernels::dispatch::{Dispatch, dispatch};
 use crate::kernels::kernel_timer::KernelSpan;
-use crate::kernels::moment::Clock;
+use crate::kernels::moment::{Clock, Moment, TimeAxis};
 use crate::planner::budget::TargetMachine;
 use crate::planner::execution_plan::Offload;
 use crate::planner::plan::{MemoryPlan, PlanVerdict};
 
-/// Seconds are means over the profiled updates, per update.
+/// Seconds are means over the profiled updates, per update, without `overhead_s`.
 #[derive(Clone, Debug, Serialize)]
 pub struct Profile {
     pub updates: u64,
     pub update_s: f64,
-    /// An update without a profile; the difference is the overhead.
+    /// An update without a profile.
     pub unprofiled_update_s: f64,
+    /// What a profiled update takes beyond that: the time of taking its timestamps. Each time in the profile is without
+    /// the timestamps taken in it.
+    pub overhead_s: f64,
+    /// Timestamps per update.
+    pub timestamps: u64,
     /// Everything that an update does, in order: these add up to `update_s`.
     pub parts: Vec<PartTime>,
     /// In the order of the network.
@@ -126,7 +131,7 @@ pub struct TimelineSpan {
 }
 
 /// Profiles `updates` updates under the plan of the job. `progress` is called with the updates done, of twice as many
-/// and a warm-up.
+/// and [`WARM_UPS`].
 pub fn profile(
     setup: &Setup,
     machine: &TargetMachine,
@@ -137,63 +142,85 @@ pub fn profile(
     if plan.verdict == PlanVerdict::DoesNotFit {
         return Err(Failure::DoesNotFit(Box::new(plan)));
     }
-    // A graph runs as a whole, so none is captured; both halves are measured alike.
+    // A graph runs as a whole, so none is captured; updates with and without a profile are measured alike and in turn.
     let ledgers = Ledgers::new(setup, machine.ram, None);
-    let mut trial = TrialUpdates::start(setup, ledgers.clone(), plan.chosen, false, 2 * updates + 1)?;
+    let most = WARM_UPS + 2 * updates;
+    let mut trial = TrialUpdates::start(setup, ledgers.clone(), plan.chosen, false, most)?;
     let device = setup.device();
     // A failure of the device shows where the next tensor is read.
     let wait_for_device = || drop(device.synchronize());
-    trial.next_update(|_| {})?;
-    wait_for_device();
-    let begun = Instant::now();
-    for _ in 0..updates {
+    for _ in 0..WARM_UPS {
         trial.next_update(|_| {})?;
         progress(trial.count);
     }
-    wait_for_device();
-    let unprofiled = begun.elapsed().as_secs_f64();
     let clock = Clock::of(&device);
     let begun = Instant::now();
-    let (mut parts, mut recorded, mut seconds) = (Vec::new(), Spans::default(), 0.0);
+    let (mut recorded, mut unprofiled) = (Vec::new(), 0.0);
     for _ in 0..updates {
+        wait_for_device();
+        let origin = clock.now();
+        trial.next_update(|_| {})?;
+        unprofiled += origin.seconds_to(&clock.now());
         wait_for_device();
         let (start_s, origin) = (begun.elapsed().as_secs_f64(), clock.now());
         node_timer::start(clock.clone(), setup.gpu.clone());
         let mut ends = Vec::new();
         let update = trial.next_update(|part| ends.push((part, clock.now())));
-        let end = clock.now();
-        recorded.append(node_timer::take(&origin), start_s);
+        let (end, nodes) = (clock.now(), node_timer::take());
         update?;
-        seconds += origin.seconds_to(&end);
-        let mut from = 0.0;
-        parts.extend(ends.iter().map(|(part, end)| {
-            let seconds = origin.seconds_to(end) - from;
-            let span = PartSpan { part: *part, start_s: start_s + from, seconds };
-            from += seconds;
-            span
-        }));
+        recorded.push(RecordedUpdate { start_s, origin, ends, end, nodes });
         progress(trial.count);
     }
     drop(trial);
     let per_update = 1.0 / updates as f64;
+    let profiled: f64 = recorded.iter().map(|update| update.origin.seconds_to(&update.end)).sum();
+    let timestamps: u64 = recorded.iter().map(|update| update.origin.moments_to(&update.end)).sum();
+    let overhead = (profiled - unprofiled).max(0.0);
+    let (mut parts, mut spans, mut seconds) = (Vec::new(), Spans::default(), 0.0);
+    for update in recorded {
+        let axis = update.time_axis(overhead / timestamps as f64);
+        let mut from = 0.0;
+        parts.extend(update.ends.iter().map(|(part, end)| {
+            let start_s = update.start_s + from;
+            let seconds = axis.seconds(end) - std::mem::replace(&mut from, axis.seconds(end));
+            PartSpan { part: *part, start_s, seconds }
+        }));
+        seconds += axis.seconds(&update.end);
+        spans.append(update.nodes.spans(&axis), update.start_s);
+    }
     let (blocks, copy_speed) = blocks(setup, machine, &plan, &ledgers)?;
     let mut profile = Profile {
         updates,
         update_s: seconds * per_update,
         unprofiled_update_s: unprofiled * per_update,
+        overhead_s: overhead * per_update,
+        timestamps: timestamps / updates,
         parts: Vec::new(),
-        nodes: node_profiles(setup, &recorded.nodes, per_update),
+        nodes: node_profiles(setup, &spans.nodes, per_update),
         bf16_is_faster: setup.gpu.is_none() && setup.dtype == DType::F32 && dispatch() == Dispatch::Amx,
         kernels: Vec::new(),
         blocks,
         copy_speed,
         plan,
-        timeline: timeline(&parts, &recorded),
+        timeline: timeline(&parts, &spans),
     };
-    profile.kernels = kernel_profiles(&profile.nodes, &parts, &recorded, per_update);
+    profile.kernels = kernel_profiles(&profile.nodes, &parts, &spans, per_update);
     profile.add_blocks();
     profile.add_parts(&parts, per_update);
     Ok(profile)
+}
+
+/// Updates before the measured ones: algorithms are chosen and memory is mapped in the first.
+pub const WARM_UPS: u64 = 3;
+
+/// A profiled update, before its times are told.
+struct RecordedUpdate {
+    /// Since the first of them.
+    start_s: f64,
+    origin: Moment,
+    ends: Vec<(UpdatePart, Moment)>,
+    end: Moment,
+    nodes: Recorded,
 }
 
 /// A part of an update, on the time axis of the profile.
@@ -201,6 +228,14 @@ struct PartSpan {
     part: UpdatePart,
     start_s: f64,
     seconds: f64,
+}
+
+impl RecordedUpdate {
+    /// On a time axis on which taking a timestamp takes no time, if each took `timestamp_s`.
+    fn time_axis(&self, timestamp_s: f64) -> TimeAxis {
+        let ends = self.ends.iter().map(|(_, end)| end).chain([&self.end]);
+        TimeAxis::new(&self.origin, ends.chain(self.nodes.moments()), timestamp_s)
+    }
 }
 
 impl Profile {

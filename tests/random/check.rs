@@ -57,6 +57,8 @@ pub struct CaseReport {
     pub resident: u64,
     /// Verdict of the budget run: `fits`, `fits_after_shrink`, `does_not_fit`.
     pub budget: Option<String>,
+    /// The job diverges with candle's own operations too: what it computes has no finite result.
+    pub diverges: bool,
     /// On a GPU: `captured`, or why the graph was not.
     pub graph: Option<String>,
 }
@@ -66,6 +68,9 @@ impl CaseReport {
         self.violations.push(Violation { promise, what: what.into() });
     }
 }
+
+/// The exit code of a run whose loss, or a weight, is not finite.
+const DIVERGED: Option<i32> = Some(5);
 
 /// Runs a case, whose job and data are in `folder`, with every disturbance drawn for it.
 pub fn check_case(machine: &Runner, case: &GeneratedJob, folder: &Path) -> CaseReport {
@@ -84,6 +89,14 @@ pub fn check_case(machine: &Runner, case: &GeneratedJob, folder: &Path) -> CaseR
         }
     }
     let written = fit(machine, &job, "written", &FitOptions::default(), &mut seen);
+    if written.ended.code == DIVERGED {
+        let how = FitOptions { reference: true, ..FitOptions::default() };
+        let reference = JobDir { overrides: Vec::new(), ..job.clone() };
+        seen.diverges = fit(machine, &reference, "reference", &how, &mut seen).ended.code == DIVERGED;
+        if seen.diverges {
+            return seen;
+        }
+    }
     written.expect(Some(0), EXIT_CODE, &mut seen);
     if written.finished().is_none() {
         return seen;

@@ -61,7 +61,7 @@ fn run_seed(machine: &Runner, trials: &TrialOptions, seed: u64) -> (GeneratedJob
 
 /// Checkpoints are the bulk of a run, and its seed reproduces them.
 fn remove_checkpoints(folder: &Path) {
-    for run in ["weights", "written", "budget", "killed"] {
+    for run in ["weights", "written", "reference", "budget", "killed"] {
         drop(fs::remove_dir_all(folder.join(run).join("checkpoints")));
     }
 }
@@ -96,6 +96,9 @@ pub fn table(machine: &Runner, trials: &TrialOptions, done: &[(GeneratedJob, Cas
     count("budgets", &|(_, seen)| seen.budget.iter().cloned().collect());
     count("kills", &|(case, _)| {
         case.disturbance.iter().map(|t| format!("{:?}", t.kill).to_lowercase()).collect()
+    });
+    count("diverges with candle's operations too", &|(case, seen)| {
+        seen.diverges.then(|| format!("seed {}", case.seed)).into_iter().collect()
     });
     count("CUDA graphs", &|(_, seen)| seen.graph.iter().cloned().collect());
     let above = |f: fn(&CaseReport) -> u64| {

@@ -60,6 +60,7 @@ impl Runner {
         let log_path = |kind: &str| job.folder.join(format!("{run}.{kind}"));
         let mut args = vec!["fit", "job.toml", "-q", "--run-dir", run];
         args.extend(how.resume.then_some("--resume"));
+        args.extend(how.reference.then_some("--backend=reference"));
         let mut command = self.command(job, &args);
         command
             .stdout(File::create(log_path("stdout")).unwrap())
@@ -117,6 +118,8 @@ impl JobDir {
 #[derive(Clone, Debug, Default)]
 pub struct FitOptions {
     pub resume: bool,
+    /// On candle's own operations.
+    pub reference: bool,
     /// The worker kills itself before the update after this step.
     pub kill_worker_at: Option<u64>,
     /// The started process is killed from outside once this step was made.

@@ -64,7 +64,8 @@ impl Executor<'_> {
             true => self.reserve(Role::Activations, layer.name(), cost.input_grad)?,
             false => dy.reservation.clone(),
         };
-        let _work = self.reserve(Role::Workspace, layer.name(), cost.backward_workspace)?;
+        let workspace = cost.workspace_of_backward(needs_input_grad);
+        let _work = self.reserve(Role::Workspace, layer.name(), workspace)?;
         let value = match (self.pass_in_mode(Mode::Train), saved, dy.value) {
             (Some(pass), Some(saved), Some(dy)) => layer.backward(saved, dy, &pass, needs_input_grad)?,
             _ => None,

@@ -90,7 +90,8 @@ impl Executor<'_> {
                 true => self.reserve(Role::Activations, layer.name(), cost.input_grad)?,
                 false => None,
             };
-            let _work = self.reserve(Role::Workspace, layer.name(), cost.backward_workspace)?;
+            let workspace = cost.workspace_of_backward(needs_input_grad);
+            let _work = self.reserve(Role::Workspace, layer.name(), workspace)?;
             let reservation = if cost.output_is_view { dy.reservation.clone() } else { dx_reservation };
             let (pending, output_act) = (deferred.take(), ctx.output_act.take());
             let defers = matches!(input, Some((_, Recompute::DuringBackward)));

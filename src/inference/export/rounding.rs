@@ -1,8 +1,8 @@
 //! Rounds the matrices of a model by GPTQ to the blocks that an export writes.
 //!
 //! The network is walked block by block with samples of the training set: the inputs of a linear layer are computed
-//! with everything before it rounded as the export rounds it. What has no grid, such as the token table, is rounded to
-//! the nearest first. Gives a file of the rounded weights and the scales of their blocks, which the export encodes.
+//! with everything before it rounded as the export rounds it. What has no grid is rounded to the nearest first, and a
+//! token table that is the output layer too by the inputs that this layer has before anything is rounded. Gives a file of the rounded weights and the scales of their blocks, which the export encodes.
 
 use std::any::Any;
 use std::collections::BTreeMap;
@@ -18,13 +18,14 @@ use crate::data::Dataset;
 use crate::graph::network::{Network, Node};
 use crate::inference::quantization::ActivationPoints;
 use crate::inference::quantization::blocks::{self, BlockBits, BlockLayout};
-use crate::inference::quantization::gptq::{self, InverseFactor};
+use crate::inference::quantization::gptq::{self, DAMPING, InverseFactor};
 use crate::inference::quantization::grid::{BlockGrid, BlockScale};
 use crate::inference::quantization::input_products::InputProducts;
 use crate::inference::session::{BlockInput, PassOutput, Session, SessionOptions};
 use crate::inference::trained_model::TrainedModel;
 use crate::job::ModelConfig;
 use crate::kernels::host;
+use crate::layers::embedding::Embedding;
 use crate::layers::linear::Linear;
 use crate::layers::packed_linear::PackedLinear;
 use crate::models::BuiltModel;
@@ -41,10 +42,15 @@ pub struct RoundedWeights {
     pub scales: BlockScales,
 }
 
+/// Damping of a token table that is the output layer too: a lookup gives a row as it is, as if each input were alone.
+const TIED_DAMPING: f64 = 1.0;
+
 /// A linear layer whose weights are rounded.
 struct RoundedLayer {
     /// The block of the network that it is in; one past the last for the output layer.
     block: usize,
+    /// Its weights are the token table.
+    tied: bool,
     name: String,
     inputs: usize,
     /// The indices of its weights.
@@ -90,28 +96,41 @@ pub fn round_matrices(
         Ok(())
     })?;
     let mut scales = BlockScales::new();
-    let total = layers.iter().map(|layer| layer.weights.len() as u64).sum();
-    for block in 0..=built.network.blocks.len() {
-        for layer in layers.iter().filter(|layer| layer.block == block) {
+    let (blocks, total) =
+        (built.network.blocks.len(), layers.iter().map(|layer| layer.weights.len() as u64).sum());
+    let mut round = |layer: &RoundedLayer, damping: f64| -> Result<(), ExportError> {
+        let factor = InverseFactor::new(&products.take()?, layer.inputs, damping);
+        for weight in &layer.weights {
+            let spec = built.layout.params.spec(*weight);
+            let found = round_weight(&session, *weight, spec, &factor, grids[&spec.name])?;
+            scales.insert(spec.name.clone(), found);
+        }
+        progress(scales.len() as u64, total);
+        Ok(())
+    };
+    for layer in layers.iter().filter(|layer| layer.tied) {
+        products.select(&layer.name, layer.inputs);
+        for batch in &batches {
+            let mut at = batch.clone();
+            for block in 0..blocks {
+                at.x = session.run_block(block, &at)?;
+            }
+            products.add(&layer.name, &at.x, at.lengths())?;
+        }
+        round(layer, TIED_DAMPING)?;
+    }
+    for block in 0..=blocks {
+        for layer in layers.iter().filter(|layer| layer.block == block && !layer.tied) {
             products.select(&layer.name, layer.inputs);
             for batch in &batches {
-                match block < built.network.blocks.len() {
+                match block < blocks {
                     true => drop(session.run_block(block, batch)?),
-                    false => {
-                        let lengths = (!batch.lengths.is_empty()).then_some(batch.lengths.as_slice());
-                        products.add(&layer.name, &batch.x, lengths)?;
-                    }
+                    false => products.add(&layer.name, &batch.x, batch.lengths())?,
                 }
             }
-            let factor = InverseFactor::new(&products.take()?, layer.inputs);
-            for weight in &layer.weights {
-                let spec = built.layout.params.spec(*weight);
-                let found = round_weight(&session, *weight, spec, &factor, grids[&spec.name])?;
-                scales.insert(spec.name.clone(), found);
-            }
-            progress(scales.len() as u64, total);
+            round(layer, DAMPING)?;
         }
-        if block < built.network.blocks.len() {
+        if block < blocks {
             for batch in &mut batches {
                 batch.x = session.run_block(block, batch)?;
             }
@@ -167,17 +186,18 @@ impl TensorFormat {
     }
 }
 
-/// The linear layers whose weights have a grid, in order. The output layer is the last, unless its weights are the
-/// token table: that would be rounded before its own inputs are known.
+/// The linear layers whose weights have a grid, in order. The output layer is the last.
 fn rounded_layers(built: &BuiltModel, grids: &BTreeMap<String, BlockGrid>) -> Vec<RoundedLayer> {
     let params = &built.layout.params;
     let mut layers = Vec::new();
-    let mut push = |block: usize, name: &str, weights: Vec<usize>| {
+    let mut token_table = None;
+    let mut push = |block: usize, tied: bool, name: &str, weights: Vec<usize>| {
         let weights: Vec<usize> =
             weights.into_iter().filter(|weight| grids.contains_key(&params.spec(*weight).name)).collect();
         if let Some(first) = weights.first() {
             layers.push(RoundedLayer {
                 block,
+                tied,
                 name: name.to_owned(),
                 inputs: sizes(params.spec(*first)).1,
                 weights,
@@ -189,15 +209,19 @@ fn rounded_layers(built: &BuiltModel, grids: &BTreeMap<String, BlockGrid>) -> Ve
     {
         let any: &dyn Any = layer;
         if let Some(linear) = any.downcast_ref::<Linear>() {
-            push(block, layer.name(), vec![linear.weight.index]);
+            push(block, false, layer.name(), vec![linear.weight.index]);
         } else if let Some(packed) = any.downcast_ref::<PackedLinear>() {
-            push(block, layer.name(), packed.projections.iter().map(|(weight, _)| weight.index).collect());
+            let weights = packed.projections.iter().map(|(weight, _)| weight.index).collect();
+            push(block, false, layer.name(), weights);
+        } else if let Some(embedding) = any.downcast_ref::<Embedding>() {
+            token_table = Some(embedding.token_table.index);
         }
     }
     let loss = built.network.loss.name();
     let weight = format!("{loss}.weight");
     let own = params.in_declaration_order().position(|(spec, _)| spec.name == weight);
-    push(built.network.blocks.len(), loss, own.into_iter().collect());
+    let weight = own.or(token_table);
+    push(built.network.blocks.len(), own.is_none(), loss, weight.into_iter().collect());
     layers
 }
 

@@ -8,8 +8,9 @@ use rayon::prelude::*;
 
 use super::grid::{BlockGrid, BlockScale};
 
-/// What is added to the diagonal of the products, as a fraction of its mean.
-const DAMPING: f64 = 0.01;
+/// What is added to the diagonal of the products, as a fraction of its mean: the weight of a small change of the weights
+/// themselves against one of the outputs.
+pub const DAMPING: f64 = 0.01;
 
 /// Rows of weights that are rounded together, so that a row of the factor is read once for them.
 const ROWS: usize = 16;
@@ -28,16 +29,16 @@ impl InverseFactor {
     }
 
     /// Of the products (`inputs`, `inputs`), which are symmetric. Inputs that are always zero get a diagonal of one.
-    pub fn new(products: &[f32], inputs: usize) -> Self {
+    pub fn new(products: &[f32], inputs: usize, damping: f64) -> Self {
         let mut values: Vec<f64> = products.iter().map(|value| f64::from(*value)).collect();
         let mean = (0..inputs).map(|i| values[i * (inputs + 1)]).sum::<f64>() / inputs as f64;
         let mean = if mean.is_normal() { mean } else { 1.0 };
         for i in 0..inputs {
             let diagonal = &mut values[i * (inputs + 1)];
-            *diagonal = if *diagonal > 0.0 { *diagonal } else { mean } + DAMPING * mean;
+            *diagonal = if *diagonal > 0.0 { *diagonal } else { mean } + damping * mean;
         }
         // Damping keeps the pivots positive; rounding may not, and the floor makes that harmless.
-        let floor = 1e-3 * DAMPING * mean;
+        let floor = 1e-3 * damping * mean;
         factor(&mut values, inputs, floor);
         invert(&mut values, inputs);
         Self { values, inputs }
@@ -169,7 +170,7 @@ mod tests {
     fn the_factor_is_that_of_the_inverse() {
         for inputs in [1, 7, 40, 300] {
             let products = layer(1, inputs + 20, inputs, 1).1;
-            let factor = InverseFactor::new(&products, inputs);
+            let factor = InverseFactor::new(&products, inputs, DAMPING);
             let mean =
                 (0..inputs).map(|i| f64::from(products[i * (inputs + 1)])).sum::<f64>() / inputs as f64;
             // U'U H = 1, for a few columns.
@@ -206,7 +207,7 @@ mod tests {
                 sum
             };
             let mut rounded = weights.clone();
-            let scales = round(&mut rounded, &InverseFactor::new(&products, inputs), grid);
+            let scales = round(&mut rounded, &InverseFactor::new(&products, inputs, DAMPING), grid);
             let mut nearest = weights.clone();
             for row in nearest.chunks_exact_mut(inputs) {
                 for block in row.chunks_mut(grid.block) {
@@ -233,7 +234,7 @@ mod tests {
         let weights = vec![0.5, -0.25, 0.125, 1.0];
         for products in [vec![0.0; 16], [vec![4.0], vec![0.0; 15]].concat()] {
             let mut rounded = weights.clone();
-            let scales = round(&mut rounded, &InverseFactor::new(&products, 4), grid);
+            let scales = round(&mut rounded, &InverseFactor::new(&products, 4, DAMPING), grid);
             let nearest: Vec<f32> = weights.iter().map(|value| grid.rounded(*value, scales[0])).collect();
             assert_eq!(rounded, nearest);
         }
