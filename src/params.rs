@@ -7,12 +7,14 @@
 
 pub mod matrices;
 pub mod rules;
+pub mod units;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
 pub use matrices::MatrixLayer;
 pub use rules::{ParamRules, RulesError, matching_layers};
+pub use units::{UnitGroup, UnitSlice};
 
 /// A parameter, by declaration order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -147,6 +149,10 @@ impl ParamRegistry {
         Self { rules, ..Self::default() }
     }
 
+    pub fn rules(&self) -> &ParamRules {
+        &self.rules
+    }
+
     /// The rules that match `alias` also apply to the parameter `name`, which is declared afterwards.
     pub fn alias(&mut self, name: impl Into<String>, alias: impl Into<String>) {
         self.aliases.push((name.into(), alias.into()));
@@ -221,7 +227,7 @@ impl ParamRegistry {
         let any = |is: fn(&Placement) -> bool| self.placements.is_empty() || self.placements.iter().any(is);
         match (any(|placement| placement.trained), any(|placement| placement.pruned)) {
             (false, _) => Err(RulesError::AllFrozen),
-            (true, false) if self.rules.prunes() => Err(RulesError::NothingPruned),
+            (true, false) if self.rules.prunes_weights() => Err(RulesError::NothingPruned),
             _ => Ok(()),
         }
     }
@@ -242,7 +248,7 @@ impl ParamRegistry {
         let stats = vec![Placement::DEFAULT; self.stats.len()];
         let stats = FlatLayout::new(self.stats, &stats, &ParamRules::default());
         let params = FlatLayout::new(self.params, &self.placements, &self.rules);
-        Ok(ParamLayout { params, stats, matrices: self.matrices })
+        Ok(ParamLayout { params, stats, matrices: self.matrices, units: Vec::new() })
     }
 }
 
@@ -253,6 +259,31 @@ pub struct ParamLayout {
     pub stats: FlatLayout,
     /// Linear layers and convolutions that are, or may be, factorized.
     pub matrices: Vec<MatrixLayer>,
+    /// Channels or heads that `[prune]` may set to zero.
+    pub units: Vec<UnitGroup>,
+}
+
+impl ParamLayout {
+    /// `[prune]` may set the units of these groups to zero, where `rules` allow it.
+    pub(crate) fn prune_units(
+        &mut self,
+        groups: Vec<UnitGroup>,
+        rules: &ParamRules,
+    ) -> Result<(), RulesError> {
+        let frozen: BTreeSet<&str> = self.params.frozen().map(|(spec, _)| spec.name.as_str()).collect();
+        let may_prune = |group: &UnitGroup| {
+            let mut tensors = group.slices.iter().map(|slice| slice.tensor.as_str());
+            group.units > 1 && tensors.all(|tensor| !frozen.contains(tensor) && !rules.skips(tensor))
+        };
+        let groups: Vec<UnitGroup> = groups.into_iter().filter(may_prune).collect();
+        rules.check_units(&groups)?;
+        let tensors: BTreeSet<&str> =
+            groups.iter().flat_map(|group| &group.slices).map(|slice| slice.tensor.as_str()).collect();
+        let pruned = self.params.specs.iter().map(|spec| tensors.contains(spec.name.as_str()));
+        self.params.pruned = pruned.collect();
+        self.units = groups;
+        Ok(())
+    }
 }
 
 /// Named ranges of one buffer.

@@ -154,6 +154,16 @@ fn pruning_that_cannot_be() {
     check("prune_no_end", &prune("final = 0.8"));
     check("prune_no_match", &prune("final = 0.8\nend_step = 50\nskip = [\"layers.1\", \"layer.0\"]"));
     check("prune_nothing", &prune("final = 0.8\nend_step = 50\nskip = \"*.weight\""));
+    let units = "final = 0.5\nend_step = 50\nstructure";
+    check("prune_no_heads", &prune(&format!("{units} = \"heads\"\nscope = \"global\"")));
+    check("prune_no_channels", &prune(&format!("{units} = \"channels\"\nskip = \"layers.?\"")));
+    check("prune_channels", &prune(&format!("{units} = \"channels\"")));
+    check(
+        "prune_channels_and_ranks",
+        &format!("{}[lowrank]\nrank = 4\n", prune(&format!("{units} = \"channels\""))),
+    );
+    check("prune_kept", &prune("kept = { \"layers.0\" = 0 }"));
+    check("prune_kept_of_another", &prune("kept = { \"layer.0\" = 4 }"));
     check("prune_cut_short", &prune("initial = 0.5\nfinal = 0.8\nend_step = 5000"));
     check("prune_after_the_end", &prune("final = 0.8\nend_step = 50").replace("epochs = 2", "steps = 20"));
 }

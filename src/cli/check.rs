@@ -149,7 +149,7 @@ fn rounding_cut_short(setup: &Setup) -> Option<String> {
 
 /// A warning, if the run ends before pruning does. With `train.steps` that is an error of the job.
 fn pruning_cut_short(setup: &Setup) -> Option<String> {
-    let (prune, last) = (setup.job.prune.as_ref()?, setup.total_steps);
+    let (prune, last) = (setup.job.pruning()?, setup.total_steps);
     (prune.last_step() > last).then(|| {
         format!(
             "pruning ends at step {} and the run at step {last}, with a sparsity of {:.3} instead of {}",

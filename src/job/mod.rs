@@ -21,6 +21,7 @@ mod overrides;
 mod progress;
 mod prune;
 mod quantize;
+mod reductions;
 mod reference;
 mod renamed;
 mod rules;
@@ -40,7 +41,7 @@ pub use distill::{DistillConfig, TeacherPrecision};
 pub use error::{ErrorCode, JobError, JobErrors};
 pub use image_models::*;
 pub use layers::*;
-pub use lowrank::{LowRankConfig, NO_RANKS, Ranks, SizeRatio};
+pub use lowrank::{LowRankConfig, Ranks, SizeRatio};
 pub use memory::{MemoryConfig, OomAction};
 pub use model::*;
 pub use optimizer::{
@@ -48,8 +49,9 @@ pub use optimizer::{
     OnecycleSchedule, OptimizerConfig, OptimizerKind, ScheduleConfig, SgdConfig, StepSchedule,
 };
 pub use progress::{BestMetric, CheckpointConfig, EvalConfig, Interval, LogConfig, MemoryLog, Metric};
-pub use prune::{PruneConfig, PruneSchedule, PruneScope, PruneStructure};
+pub use prune::{PruneConfig, PruneSchedule, PruneScope, PruneStructure, UnitCounts};
 pub use quantize::{INT8_KINDS, QuantizeConfig};
+pub use reductions::{NO_REDUCTIONS, Reductions};
 pub use reference::job_markdown;
 pub use schema::schema;
 pub use source_map::{Snippet, SourceLocation};
@@ -117,6 +119,11 @@ impl Job {
     /// Whether values are rounded to 8-bit integers in training.
     pub fn quantizes(&self) -> bool {
         self.quantize.as_ref().is_some_and(|quantize| quantize.training)
+    }
+
+    /// `[prune]`, if training sets anything to zero.
+    pub fn pruning(&self) -> Option<&PruneConfig> {
+        self.prune.as_ref().filter(|prune| prune.is_active())
     }
 
     /// The resolved job as TOML: itself a valid job, equal to this one in any folder.

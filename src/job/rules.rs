@@ -10,8 +10,8 @@ use super::error::{ErrorCode, JobError};
 use super::source_map::WHOLE_FILE;
 use super::{
     AugmentConfig, BestMetric, CategoryEncoding, ClassWeightsConfig, CsvConfig, INT8_KINDS, IdxConfig, Job,
-    JsonConfig, JsonlConfig, OptimizerConfig, ParquetConfig, Precision, PruneSchedule, PruneStructure,
-    RunLength, SourceConfig, SplitKind, Task,
+    JsonConfig, JsonlConfig, OptimizerConfig, ParquetConfig, Precision, PruneConfig, PruneSchedule,
+    PruneScope, PruneStructure, RunLength, SourceConfig, SplitKind, Task,
 };
 
 /// Every contradiction in `job`, reported where `tree` states it.
@@ -296,20 +296,27 @@ fn split_contradictions(job: &Job, tree: &DeTable, report: &mut impl FnMut(&str,
 fn prune_contradictions(job: &Job, report: &mut impl FnMut(&str, String, String)) {
     let Some(prune) = &job.prune else { return };
     let (begin, last, sparsity) = (prune.begin_step, prune.last_step(), prune.target());
-    match (prune.structure, prune.final_sparsity) {
-        (PruneStructure::Weights, None) => {
-            return report(
+    if let Some((layer, _)) = prune.kept.iter().find(|(_, kept)| **kept == 0) {
+        let hint = "a layer keeps at least one; without an entry it stays whole";
+        report("prune.kept", format!("`prune.kept` has 0 for `{layer}`"), hint.into());
+    }
+    if !prune.is_active() {
+        if prune.kept.is_empty() || prune.initial.is_some() || prune.end_step.is_some() {
+            report(
                 "prune",
                 "`prune.final` is missing: the sparsity that pruning ends with".into(),
-                "add `final = 0.8` for four fifths of the weights".into(),
+                format!("add `final = 0.8` for four fifths of the {}", prune.structure.noun()),
             );
         }
-        (PruneStructure::TwoOfFour, Some(_)) => report(
+        return;
+    }
+    unit_contradictions(job, prune, report);
+    if (prune.structure, prune.final_sparsity.is_some()) == (PruneStructure::TwoOfFour, true) {
+        report(
             "prune.final",
             "`prune.final` has no effect with `structure = \"2:4\"`".into(),
             "remove it: half of the weights are zero".into(),
-        ),
-        _ => {}
+        );
     }
     if (prune.structure, prune.schedule) == (PruneStructure::TwoOfFour, PruneSchedule::Polynomial) {
         return report(
@@ -355,6 +362,32 @@ fn prune_contradictions(job: &Job, report: &mut impl FnMut(&str, String, String)
         let key = if prune.end_step.is_some() { "prune.end_step" } else { "prune.begin_step" };
         let message = format!("`{key}` must be at most `train.steps`, {steps}, not {last}");
         report(key, message, "pruning must end within the run".into());
+    }
+}
+
+/// What `prune.structure` does not go together with.
+fn unit_contradictions(job: &Job, prune: &PruneConfig, report: &mut impl FnMut(&str, String, String)) {
+    let (structure, noun, kind) = (prune.structure, prune.structure.noun(), job.model.kind());
+    if let Some(kinds) = structure.kinds().filter(|kinds| !kinds.contains(&kind)) {
+        report(
+            "prune.structure",
+            format!("`prune.structure = \"{noun}\"` has no form for a model of kind `{kind}`"),
+            format!("models with {noun} to prune are {}", kinds.join(", ")),
+        );
+    }
+    if structure == PruneStructure::Heads && prune.scope == PruneScope::Global {
+        report(
+            "prune.scope",
+            "`prune.scope = \"global\"` has no form for heads".into(),
+            "every layer keeps as many heads: remove it".into(),
+        );
+    }
+    if structure.has_units() && job.lowrank.is_some() {
+        report(
+            "prune.structure",
+            format!("`prune.structure = \"{noun}\"` and `[lowrank]` exclude each other"),
+            format!("factorize the export of the run that prunes {noun}, or prune `\"weights\"`"),
+        );
     }
 }
 

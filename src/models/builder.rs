@@ -150,6 +150,11 @@ impl NetworkBuilder {
         }
     }
 
+    /// How many of the `units` of a layer, channels or heads, are left after pruning.
+    pub(super) fn kept_units(&self, layer: &str, units: usize) -> Result<usize, ModelError> {
+        Ok(self.registry.rules().kept_of(layer, units)?)
+    }
+
     /// Dense layers `name.first`, `name.first + 1`, ... each followed by dropout, one block each.
     pub fn dense_layers(
         &mut self,
@@ -158,10 +163,11 @@ impl NetworkBuilder {
         widths: &[usize],
         act: Activation,
         dropout: f64,
-    ) -> usize {
+    ) -> Result<usize, ModelError> {
         let mut index = first;
         for &width in widths {
             let path = format!("{name}.{index}");
+            let width = self.kept_units(&path, width)?;
             self.begin_block(&path);
             let inputs = self.shape.iter().product();
             self.flatten(&format!("{path}.flatten"));
@@ -169,7 +175,7 @@ impl NetworkBuilder {
             self.dropout(&format!("{path}.dropout"), dropout);
             index += 1;
         }
-        index
+        Ok(index)
     }
 
     /// Does nothing if a sample is already a vector.

@@ -399,7 +399,7 @@ impl<'a> Estimator<'a> {
         if s.teacher_bytes > 0 {
             all.push(s.allocation(Role::Weights, "teacher", s.teacher_bytes));
         }
-        if s.job.prune.is_some() {
+        if s.job.pruning().is_some() {
             all.push(s.allocation(Role::Weights, "pruning mask", optim::prune::mask_bytes(&s.layout.params)));
         }
         if s.job.log.memory == MemoryLog::Detailed {
@@ -455,11 +455,12 @@ impl<'a> Estimator<'a> {
                 let mut parts = vec![s.allocation(Role::Workspace, "optimizer", bytes)];
                 let bytes = rounding_bytes(&s.layout.params, s.backend);
                 parts.push(s.allocation(Role::Workspace, QUANTIZATION, bytes));
-                if s.job.prune.is_some() {
-                    let (params, role) = (&s.layout.params, Role::Workspace);
-                    let bytes = optim::prune::workspace_bytes(params, s.backend);
+                if s.job.pruning().is_some() {
+                    let role = Role::Workspace;
+                    let bytes = optim::prune::workspace_bytes(&s.layout.params, s.backend);
                     parts.push(s.allocation(role, PRUNING, bytes));
-                    let (bytes, space) = (optim::prune::selection_bytes(params, s.backend), MemorySpace::Ram);
+                    let (bytes, space) =
+                        (optim::prune::selection_bytes(s.layout, s.backend), MemorySpace::Ram);
                     parts.push(Allocation { role, name: PRUNING, bytes, space });
                 }
                 parts

@@ -180,8 +180,8 @@ impl<'a> Engine<'a> {
         let activation_offload = plan.offloads(Offload::Activations).then(offload).transpose()?;
         let saved_stats = store.stats.copy()?;
         let average = setup.job.train.ema.map(|_| store.copy_master_weights()).transpose()?;
-        let prune = |config| Pruning::new(config, &setup.layout.params, &setup.device());
-        let pruning = setup.job.prune.as_ref().map(prune).transpose()?;
+        let prune = |config| Pruning::new(config, &setup.layout, &setup.device());
+        let pruning = setup.job.pruning().map(prune).transpose()?;
         let load = |teacher: &Teacher| {
             let dtype = teacher.dtype(setup.backend());
             ParamStore::for_inference(teacher.layout.clone(), dtype, &setup.device())
@@ -430,11 +430,11 @@ impl<'a> Engine<'a> {
     /// Reserves what pruning and rounding after update `step` take. Comes before the update, which an OOM must leave
     /// undone.
     pub fn reserve_compression(&self, step: u64) -> Result<Vec<Reservation>, StepError> {
-        let (params, backend) = (&self.setup.layout.params, self.setup.backend());
-        let mut parts = vec![(&self.ledger, QUANTIZATION, rounding_bytes(params, backend))];
+        let (layout, backend) = (&self.setup.layout, self.setup.backend());
+        let mut parts = vec![(&self.ledger, QUANTIZATION, rounding_bytes(&layout.params, backend))];
         if let Some(pruning) = self.pruning.as_ref().filter(|pruning| pruning.is_active(step)) {
-            let selection = if pruning.is_due(step) { prune::selection_bytes(params, backend) } else { 0 };
-            parts.push((&self.ledger, PRUNING, prune::workspace_bytes(params, backend)));
+            let selection = if pruning.is_due(step) { prune::selection_bytes(layout, backend) } else { 0 };
+            parts.push((&self.ledger, PRUNING, prune::workspace_bytes(&layout.params, backend)));
             parts.push((&self.host_ledger, PRUNING, selection));
         }
         let parts = parts.into_iter().filter(|(.., bytes)| *bytes > 0);

@@ -16,7 +16,7 @@ use crate::base::regular_file;
 use crate::data::Dataset;
 use crate::data::preprocessing::Preprocessing;
 use crate::graph::network::TeacherNetwork;
-use crate::job::{Job, ModelConfig, Precision, Ranks, TeacherPrecision, job_values};
+use crate::job::{Job, ModelConfig, Precision, Reductions, TeacherPrecision, job_values};
 use crate::models::{BuiltModel, LossOptions, ModelError};
 use crate::param_store::ParamStore;
 use crate::params::{ParamLayout, ParamRules};
@@ -41,7 +41,7 @@ pub struct TeacherError {
 /// A model that suits the data of the job.
 pub struct Teacher {
     model: ModelConfig,
-    ranks: Ranks,
+    reductions: Reductions,
     precision: Precision,
     pub layout: ParamLayout,
     /// The file with the EMA of the weights, if the run kept one.
@@ -87,8 +87,8 @@ impl Teacher {
             return Err(format!("has no `{}`", checkpoint::MODEL));
         }
         let features = teacher_features(dataset.features());
-        let ranks = its_job.ranks();
-        let built = crate::models::build_factorized(&its_job.model, &features, &ranks)
+        let reductions = Reductions::of_job(&its_job);
+        let built = crate::models::build_reduced(&its_job.model, &features, &reductions)
             .map_err(|why| format!("does not fit: {why}"))?;
         let precision = match job.distill.as_ref().map_or(TeacherPrecision::Same, |d| d.teacher_precision) {
             TeacherPrecision::Same => job.train.precision,
@@ -96,7 +96,7 @@ impl Teacher {
             TeacherPrecision::Bf16 => Precision::Bf16,
         };
         let model = its_job.model;
-        let teacher = Self { model, ranks, precision, layout: built.layout, weights, statistics };
+        let teacher = Self { model, reductions, precision, layout: built.layout, weights, statistics };
         teacher.check_names()?;
         Ok(teacher)
     }
@@ -125,7 +125,7 @@ impl Teacher {
     /// Its network for samples of these features, fused for this backend.
     pub fn network(&self, features: &Features, backend: Backend) -> Result<TeacherNetwork, ModelError> {
         let (loss, dtype) = (LossOptions::default(), self.dtype(backend));
-        let rules = ParamRules::of_ranks(&self.ranks);
+        let rules = ParamRules::of_reductions(&self.reductions);
         let features = teacher_features(features);
         let BuiltModel { network, .. } =
             fused_network(&self.model, &loss, &rules, &features, dtype, backend)?;

@@ -18,9 +18,10 @@ impl Drop for TemporaryFile {
     }
 }
 
-/// The metrics of `model` on `dataset`, and those of what is read back from its export. `progress` is called with the
-/// samples done of twice the dataset. Afterwards `model` has its own weights again.
+/// The metrics of `model` on `dataset`, or of the `whole` one it was shrunk from, and those of what is read back from its
+/// export. `progress` is called with the samples done of twice the dataset. Afterwards `model` has its own weights again.
 pub fn compare(
+    whole: Option<&TrainedModel>,
     model: &mut TrainedModel,
     options: &ExportOptions,
     dataset: &Arc<dyn Dataset>,
@@ -29,7 +30,7 @@ pub fn compare(
 ) -> Result<Vec<MetricComparison>, ExportError> {
     let exported = TemporaryFile(hidden_file(&options.folder));
     let points = read_back(&ExportSource::new(model), options, &exported.0)?;
-    let before = evaluate(model, dataset, session, &mut progress)?.metrics;
+    let before = evaluate(whole.unwrap_or(model), dataset, session, &mut progress)?.metrics;
     let own = (model.weights.clone(), model.statistics.clone(), model.points.clone(), model.origin);
     (model.weights, model.statistics, model.points, model.origin) =
         (exported.0.clone(), exported.0.clone(), points, Origin::Export);

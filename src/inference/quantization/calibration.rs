@@ -7,6 +7,7 @@ use super::{ActivationPoints, ActivationQuantization, AffineQuantization, ClipMe
 use crate::data::Dataset;
 use crate::inference::session::{PassOutput, Session, SessionOptions};
 use crate::inference::trained_model::TrainedModel;
+use crate::job::Reductions;
 use crate::kernels::fake_quantize::RANGE_LEN;
 use crate::models;
 use crate::params::activation_range_name;
@@ -23,7 +24,7 @@ pub fn calibrate(
     options: &SessionOptions,
     mut progress: impl FnMut(u64),
 ) -> Result<ActivationQuantization, Failure> {
-    let built = models::build_factorized(&model.job.model, model.features(), &model.job.ranks())?;
+    let built = models::build_reduced(&model.job.model, model.features(), &Reductions::of_job(&model.job))?;
     let mut network = built.network;
     let names = points::insert(&mut network, &[], &ActivationPoints::None).unwrap_or_default();
     let held_bytes = options.held_bytes + names.len() as u64 * Observers::BYTES;

@@ -101,7 +101,7 @@ impl Evaluation {
         let value = self.metrics.get(&rank.name()).copied().unwrap_or(f64::NAN);
         // The weights of before the last selection, or in floats, are not what the job asks for, however good they are.
         let is_as_small = |before: u64| {
-            let (prune, quantize) = (setup.job.prune.as_ref(), setup.job.quantize.as_ref());
+            let (prune, quantize) = (setup.job.pruning(), setup.job.quantize.as_ref());
             prune.is_none_or(|prune| prune.sparsity(before) >= prune.sparsity(step))
                 && quantize.is_none_or(|config| config.rounds_after(before) == config.rounds_after(step))
         };

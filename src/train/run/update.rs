@@ -102,9 +102,10 @@ impl Run<'_> {
             StepDecision::Apply => ctx.engine.update(&grad_stats, lr, step + 1 - self.grad_scaler.skipped)?,
         }
         // By the steps of the run: an update that is skipped does not postpone it.
-        if let Some(PrunedCount { pruned, weights }) = ctx.engine.prune(step + 1)? {
+        if let Some(PrunedCount { pruned, weights, units }) = ctx.engine.prune(step + 1)? {
             let sparsity = pruned as f64 / weights.max(1) as f64;
-            ctx.record(Event::Pruned { step: step + 1, sparsity, pruned, weights })?;
+            let (pruned_units, units) = (units.map(|count| count.pruned), units.map(|count| count.units));
+            ctx.record(Event::Pruned { step: step + 1, sparsity, pruned, weights, pruned_units, units })?;
         }
         ctx.engine.quantize(step + 1)?;
         let begins = |config: &QuantizeConfig| config.rounds_after(step + 1) && !config.rounds_after(step);
