@@ -13,7 +13,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
 pub use matrices::MatrixLayer;
-pub use rules::{ParamRules, RulesError, matching_layers};
+pub use rules::{ParamRules, RulesError, matching_layers, near_names};
 pub use units::{UnitGroup, UnitSlice};
 
 /// A parameter, by declaration order.

@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::Path;
 
-use crate::harness::{FinalState, command, events, finish, job_folder, losses, read_json, trainer};
+use crate::harness::{FinalState, command, events, finish, job_folder, losses, named, read_json, trainer};
 
 fn job(model: &str, train: &str, distill: &str) -> String {
     let distill = if distill.is_empty() { String::new() } else { format!("[distill]\n{distill}\n") };
@@ -67,6 +67,193 @@ fn disturbances_change_nothing() {
         let teacher = parts.iter().find(|part| part["name"] == "teacher").unwrap();
         assert!(teacher["bytes"].as_u64().unwrap() > 2 * 64 * 512, "{teacher}");
     }
+}
+
+/// Logits that are stored once teach the same through kills, resumes and other micro-batches. The teacher is a phase of the
+/// plan, and no part of training; a second run finds the file, one with a damaged file computes it again.
+#[test]
+fn stored_logits_change_nothing() {
+    let cases = [
+        (MLP, "", "logits = \"stored\"\ntop_k = 4"),
+        (CNN, "precision = \"bf16\"", "logits = \"stored\"\ntop_k = 99\nteacher_precision = \"f32\""),
+    ];
+    for (model, train, distill) in cases {
+        let folder = student(CNN, model, train, distill);
+        let at = folder.path();
+        let mut killed = command(at, &["fit", "job.toml", "--run-dir", "killed", "-q"]);
+        finish(killed.env("TRAINER_FAULT_CRASH", "kill:6")).expect(0);
+        let whole = fit(at, "run", &[]);
+        let undisturbed = FinalState::of(&at.join("run"));
+        undisturbed.assert_same(&FinalState::of(&at.join("killed")));
+        fit(at, "resumed", &["--max-steps", "8"]);
+        fit(at, "resumed", &["--resume"]);
+        assert!(undisturbed.tensors == FinalState::of(&at.join("resumed")).tensors);
+        let stored = |run: &str| named(&events(&at.join(run)), "teacher_logits")[0].clone();
+        assert_eq!(
+            (&stored("killed")["was_stored"], &stored("run")["was_stored"]),
+            (&false.into(), &true.into())
+        );
+        let file = at.join(stored("run")["path"].as_str().unwrap());
+        let bytes = fs::read(&file).unwrap();
+        let k: usize = if model == MLP { 4 } else { 10 };
+        assert_eq!(bytes.len(), 256 * (4 * k + 4));
+        let mut damaged = bytes.clone();
+        damaged[7] ^= 1;
+        fs::write(&file, damaged).unwrap();
+        assert_eq!(fit(at, "again", &[]), whole);
+        assert_eq!(stored("again")["was_stored"], false);
+        assert_eq!(fs::read(&file).unwrap(), bytes);
+        let split = fit(at, "split", &["--set", "train.batch_size=8", "--set", "train.accumulation_steps=2"]);
+        let bound = if train.is_empty() { 1e-3 } else { 5e-2 };
+        assert!(whole.iter().zip(&split).all(|(a, b)| (a - b).abs() < bound * a), "{whole:?} {split:?}");
+        let summary = read_json(&at.join("again/summary.json"));
+        let bytes = |key: &str| summary[key]["ram"].as_u64().unwrap();
+        assert!(bytes("measured_peak_bytes") <= bytes("planned_peak_bytes"), "{summary}");
+        let plan = trainer(at, &["plan", "job.toml", "--json", "--ram", "1GiB"]).expect(0).json();
+        assert_eq!(plan["disk"]["stored_logits_bytes"].as_u64(), Some(256 * (4 * k as u64 + 4)));
+        let peak = |phase: &str| {
+            let phases = plan["phases"].as_array().unwrap();
+            phases.iter().find(|one| one["name"] == phase).unwrap()["ram_bytes"].as_u64().unwrap()
+        };
+        let every_step =
+            ["plan", "job.toml", "--json", "--ram", "1GiB", "--set", "distill.logits=every_step"];
+        fs::write(at.join("job.toml"), job(model, train, "teacher = \"teacher\"\n")).unwrap();
+        let beside = trainer(at, &every_step).expect(0).json();
+        assert!(peak("teacher") > 0 && peak("backward") < beside["peak"]["ram_bytes"].as_u64().unwrap());
+    }
+}
+
+/// All logits, stored, teach nearly what the teacher teaches in every step; the file has them in 16 bits. Language models
+/// store those of each token.
+#[test]
+fn stored_logits_teach_the_same() {
+    let folder = student(CNN, MLP, "", "weight = 1.0");
+    let at = folder.path();
+    let exact = fit(at, "every_step", &[]);
+    let close = |a: &[f64], b: &[f64], bound: f64| {
+        assert!(a.iter().zip(b).all(|(a, b)| (a - b).abs() < bound * a.abs().max(0.1)), "{a:?} {b:?}");
+    };
+    let all = fit(at, "all", &["--set", "distill.logits=stored", "--set", "distill.top_k=10"]);
+    close(&exact, &all, 2e-3);
+    let few = fit(at, "few", &["--set", "distill.logits=stored", "--set", "distill.top_k=2"]);
+    // Classes that are one are never further apart than each by itself.
+    assert!(few != all && few[0] < all[0], "{few:?} {all:?}");
+    let text = |rest: &str| {
+        format!(
+            "[model]\nkind = \"gpt\"\nlayers = 1\nheads = 2\nwidth = 16\ncontext = 16\n[data]\nkind = \"text-synthetic\"\n\
+             [train]\nbatch_size = 4\nsteps = 4\n[log]\ntensorboard = false\nevery_steps = 1\n{rest}"
+        )
+    };
+    fs::write(at.join("job.toml"), text("")).unwrap();
+    fit(at, "gpt", &[]);
+    fs::write(at.join("job.toml"), text("[distill]\nteacher = \"gpt\"\nweight = 1.0\n")).unwrap();
+    let exact = fit(at, "llm", &["--set", "seed=7"]);
+    let all = ["--set", "seed=7", "--set", "distill.logits=stored", "--set", "distill.top_k=65536"];
+    close(&exact, &fit(at, "llm_stored", &all), 2e-3);
+}
+
+/// Out of memory while the teacher computes, a run continues with smaller micro-batches.
+#[test]
+fn the_teacher_retries_in_smaller_batches() {
+    let folder = student(CNN, MLP, "", "logits = \"stored\"");
+    let at = folder.path();
+    let mut faulty = command(at, &["fit", "job.toml", "--run-dir", "faulty", "-q"]);
+    finish(faulty.env("TRAINER_FAULT_OOM", "3,30")).expect(0);
+    let all = events(&at.join("faulty"));
+    let oom = named(&all, "oom");
+    assert!(oom.len() == 2 && oom.iter().all(|oom| oom["phase"] == "teacher"), "{oom:?}");
+    let faulty = losses(&all);
+    fs::remove_dir_all(at.join("runs/.data")).unwrap();
+    let whole = fit(at, "run", &[]);
+    assert!(whole.iter().zip(&faulty).all(|(a, b)| (a - b).abs() < 1e-4 * a), "{whole:?} {faulty:?}");
+}
+
+const SMALL_CNN: &str = "kind = \"cnn\"\nstages = [{ channels = 4 }, { channels = 6 }]\nhidden = [12]";
+
+const FEATURES: &str = "\n[[distill.features]]\nstudent = \"stages.1\"\nteacher = \"stages.1\"\nweight = 0.5\n\
+                        [[distill.features]]\nstudent = \"layers.0\"\nteacher = \"layers.0\"\n";
+
+/// The features of a teacher, in its type or another, survive kills, resumes and other micro-batches; their linear maps are
+/// in the checkpoint and the plan, and not in the export.
+#[test]
+fn features_change_nothing() {
+    for (train, distill) in [("", "teacher_precision = \"bf16\""), ("precision = \"bf16\"\nema = 0.9", "")] {
+        let folder = student(CNN, SMALL_CNN, train, &format!("{distill}{FEATURES}"));
+        let at = folder.path();
+        let whole = fit(at, "run", &[]);
+        let undisturbed = FinalState::of(&at.join("run"));
+        let mut killed = command(at, &["fit", "job.toml", "--run-dir", "killed", "-q"]);
+        finish(killed.env("TRAINER_FAULT_CRASH", "kill:6")).expect(0);
+        undisturbed.assert_same(&FinalState::of(&at.join("killed")));
+        fit(at, "resumed", &["--max-steps", "8"]);
+        fit(at, "resumed", &["--resume"]);
+        assert!(undisturbed.tensors == FinalState::of(&at.join("resumed")).tensors);
+        let split = fit(at, "split", &["--set", "train.batch_size=8", "--set", "train.accumulation_steps=2"]);
+        let bound = if train.is_empty() { 1e-3 } else { 5e-2 };
+        assert!(whole.iter().zip(&split).all(|(a, b)| (a - b).abs() < bound * a), "{whole:?} {split:?}");
+        let summary = read_json(&at.join("run/summary.json"));
+        let bytes = |key: &str| summary[key]["ram"].as_u64().unwrap();
+        assert!(bytes("measured_peak_bytes") <= bytes("planned_peak_bytes"), "{summary}");
+        let has_map = |path: &str| {
+            let file = fs::read(at.join(path)).unwrap();
+            let header = u64::from_le_bytes(file[..8].try_into().unwrap()) as usize;
+            String::from_utf8_lossy(&file[8..8 + header]).contains("distill.features.1.weight")
+        };
+        assert!(has_map("run/checkpoints/step-00000012/model.safetensors"));
+        trainer(at, &["export", "run", "--format", "safetensors", "-o", "out", "-q"]).expect(0);
+        assert!(!has_map("out/model.safetensors"));
+        trainer(at, &["export", "run", "--format", "onnx", "-o", "onnx", "-q"]).expect(0);
+        trainer(at, &["eval", "run", "-q"]).expect(0);
+        let maps = 32 * 6 + 64 * 12;
+        let plan = trainer(at, &["plan", "job.toml", "--json", "--ram", "1GiB"]).expect(0).json();
+        let parameters = plan["parameters"].as_u64().unwrap();
+        assert_eq!(plan["prediction"]["model"]["parameters"].as_u64(), Some(parameters - maps));
+        // Our kernels and candle's own operations agree, in every split.
+        trainer(at, &["verify", "job.toml", "-q", "--updates", "2"]).expect(0);
+    }
+}
+
+/// With features alone, the student comes to predict them.
+#[test]
+fn features_are_learned() {
+    let folder = student(CNN, SMALL_CNN, "", &format!("weight = 0.0{FEATURES}"));
+    let at = folder.path();
+    let more =
+        ["--set", "train.steps=60", "--set", "optimizer.lr=0.01", "--set", "checkpoint.every_steps=60"];
+    let with = fit(at, "with", &more);
+    fs::write(at.join("job.toml"), job(SMALL_CNN, "", "teacher = \"teacher\"\nweight = 0.0\n")).unwrap();
+    let without = fit(at, "without", &more);
+    let error = |range: std::ops::Range<usize>| -> f64 {
+        with[range.clone()].iter().zip(&without[range]).map(|(with, without)| with - without).sum::<f64>()
+    };
+    assert!(error(0..5) > 0.0 && error(55..60) < 0.8 * error(0..5), "{with:?} {without:?}");
+}
+
+/// Blocks that are none, and shapes that cannot be compared.
+#[test]
+fn features_that_do_not_fit_are_refused() {
+    let folder = student(CNN, SMALL_CNN, "", "");
+    let at = folder.path();
+    let refused = |student: &str, teacher: &str, logits: &str| {
+        let features = format!("[[distill.features]]\nstudent = \"{student}\"\nteacher = \"{teacher}\"\n");
+        let text = job(SMALL_CNN, "", &format!("teacher = \"teacher\"\n{logits}\n{features}"));
+        fs::write(at.join("job.toml"), text).unwrap();
+        trainer(at, &["check", "job.toml"]).expect(2).stderr
+    };
+    let text = refused("stage.1", "stages.1", "");
+    assert!(
+        text.contains("names `stage.1`, which is no block of the model; its blocks are `stages.0`"),
+        "{text}"
+    );
+    let text = refused("stages.1", "stages.7", "");
+    assert!(text.contains("names `stages.7`, which is no block of the teacher"), "{text}");
+    let text = refused("stages.0", "stages.1", "");
+    assert!(
+        text.contains("`stages.0`, of shape [8, 8, 4]") && text.contains("`stages.1`, of shape [4, 4, 32]"),
+        "{text}"
+    );
+    let text = refused("stages.1", "stages.1", "logits = \"stored\"");
+    assert!(text.contains("`distill.features` needs the teacher in every step"), "{text}");
 }
 
 /// A teacher in bf16 takes half of the memory, and teaches nearly the same.

@@ -171,6 +171,12 @@ fn pruning_that_cannot_be() {
 #[test]
 fn teachers_that_cannot_be() {
     check("distill_range", &format!("{GOOD}[distill]\ntemperature = 0\nweight = 1.5\n"));
+    let stored = "[distill]\nteacher = \"run\"\nlogits = \"stored\"\n";
+    check("distill_augmented", &format!("{GOOD}[data.augment]\nhorizontal_flip = 0.5\n\n{stored}"));
+    let text =
+        "[model]\nkind = \"gpt\"\n\n[data]\nkind = \"text\"\ntrain = \"a.txt\"\n\n[train]\nepochs = 1\n\n";
+    check("distill_windows", &format!("{text}{stored}"));
+    check("distill_top_k", &format!("{GOOD}[distill]\nteacher = \"run\"\ntop_k = 4\n"));
 }
 
 #[test]

@@ -11,6 +11,8 @@ pub enum Phase {
     Start,
     // Data is located, counted and tokenized, before the plan is made.
     Preparation,
+    // The teacher computes the logits that are stored, before the first update.
+    Teacher,
     Forward,
     Backward,
     Update,

@@ -26,6 +26,7 @@ pub mod sequences;
 pub mod shapes;
 pub mod shuffle_windows;
 pub mod split;
+pub mod stored_logits;
 pub mod streaming;
 pub mod table;
 pub mod transforms;

@@ -13,6 +13,8 @@ pub enum Work {
     /// Loads or initializes the weights.
     #[default]
     Starting,
+    /// The teacher computes logits to be stored; counts samples.
+    Teacher,
     /// An update; counts samples.
     Update,
     /// An evaluation; counts samples.
@@ -69,7 +71,7 @@ impl Activity {
 
     pub fn now(&self) -> ActivitySnapshot {
         let work = self.work.load(Relaxed);
-        let kinds = [Work::Starting, Work::Update, Work::Evaluation, Work::Checkpoint];
+        let kinds = [Work::Starting, Work::Teacher, Work::Update, Work::Evaluation, Work::Checkpoint];
         let total = self.total.load(Relaxed);
         let elapsed_ms = self.created.elapsed().as_millis() as u64;
         ActivitySnapshot {

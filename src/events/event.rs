@@ -118,6 +118,18 @@ pub enum Event {
         #[serde(default, skip_serializing_if = "Vec::is_empty")]
         factorized: Vec<String>,
     },
+    /// The teacher's logits of all training samples are stored: the job's `distill.logits` is `stored`.
+    TeacherLogits {
+        /// Their file.
+        path: String,
+        samples: u64,
+        /// Size of the file.
+        bytes: u64,
+        /// An earlier run stored them; otherwise this one did, before its first update.
+        was_stored: bool,
+        /// Time it took to compute them, or to find them.
+        seconds: f64,
+    },
     /// One update.
     Step {
         /// Updates so far, including this one.

@@ -208,6 +208,7 @@ impl Summary {
             Event::NothingLeft { .. } => self.resumes = self.resumes.saturating_sub(1),
             Event::Initialized { .. }
             | Event::Quantized { .. }
+            | Event::TeacherLogits { .. }
             | Event::MemorySnapshot { .. }
             | Event::Pressure { .. }
             | Event::Corrected { .. }

@@ -87,8 +87,15 @@ impl Network {
             block.nodes = fuse_nodes(std::mem::take(&mut block.nodes), spec, &mut requires_grad);
         }
         if spec.backend.is_cuda() {
-            let mut nodes: Vec<&mut Node> =
-                self.blocks.iter_mut().flat_map(|block| &mut block.nodes).collect();
+            let mut nodes: Vec<&mut Node> = Vec::new();
+            for (index, block) in self.blocks.iter_mut().enumerate() {
+                nodes.extend(&mut block.nodes);
+                // The gradient of a feature joins that of its block's output before the block.
+                if self.features.iter().any(|feature| feature.student == index) {
+                    fuse_bias_grads(&mut nodes);
+                    nodes.clear();
+                }
+            }
             fuse_bias_grads(&mut nodes);
         }
         self

@@ -5,6 +5,7 @@
 //! the plan cannot diverge from the execution.
 
 mod backward;
+mod features;
 mod forward;
 mod fused;
 mod teacher;
@@ -16,11 +17,15 @@ use std::sync::Arc;
 use candle_core::{DType, Tensor};
 
 use self::backward::BackwardContext;
+use self::features::FeatureGradients;
+pub use self::features::FeatureMatch;
 pub use self::teacher::TeacherNetwork;
+use self::teacher::TeacherOutput;
 use super::fusion::FusedNode;
 use super::node_timer::{self, NodePass};
 use super::offload::{ActivationOffload, OffloadedTensor, PendingCopy};
 use crate::base::{Backend, MicroBatchSpec, Phase, Role};
+use crate::kernels::distillation::TeacherLogits;
 use crate::kernels::linear::{self, WeightLayout};
 use crate::kernels::matmul::GemvScope;
 use crate::kernels::reference::ReferenceScope;
@@ -60,6 +65,8 @@ pub struct Network {
     pub loss: Box<dyn Loss>,
     /// A trained network whose logits the loss reads in training.
     pub teacher: Option<Box<TeacherNetwork>>,
+    /// Blocks whose outputs are compared with those of the teacher in training.
+    pub features: Vec<FeatureMatch>,
 }
 
 /// Why a step failed.
@@ -172,17 +179,24 @@ impl Network {
     ) -> StepResult<PendingMetricSums> {
         let _kernels = ReferenceScope::enter(exec.spec.backend.is_reference());
         exec.ledger.set_phase(Phase::Forward);
-        let teacher = self.teacher.as_ref().map(|teacher| teacher.logits(exec, batch)).transpose()?;
-        let teacher_logits = teacher.unwrap_or_default();
+        let teacher = self.teacher.as_ref().filter(|teacher| teacher.every_step);
+        let taught = teacher.map(|teacher| teacher.run(exec, batch, &self.features)).transpose()?;
+        let TeacherOutput { logits: teacher_logits, mut features } = taught.unwrap_or_default();
+        let mut feature_gradients = FeatureGradients::default();
         let mut x = ReservedTensor { value: batch.map(|b| b.inputs.clone()), ..ReservedTensor::default() };
         let mut saved_blocks = Vec::with_capacity(self.blocks.len());
-        for block in &self.blocks {
+        for (index, block) in self.blocks.iter().enumerate() {
             let has_backward = x.requires_grad || block.trains(exec.spec);
             let input = (has_backward && block.recompute_rank < exec.recompute_blocks).then(|| x.clone());
             // The copy to the host overlaps the block's forward. Below, the copy is dropped before the input.
             let offloaded = input.as_ref().map_or(Ok(None), |input| exec.offload_input(input))?;
             let (y, saved_nodes) = exec.forward(&block.nodes, x, input.is_none(), Mode::Train, None)?;
             x = y;
+            let matches = self.features.iter().zip(&mut features);
+            for (feature, taught) in matches.filter(|(feature, _)| feature.student == index) {
+                let taught = std::mem::take(taught);
+                feature_gradients.add(exec, index, exec.match_features(feature, &x, taught, batch)?)?;
+            }
             saved_blocks.push(match (offloaded, input) {
                 (Some((offloaded, copy)), _) => {
                     copy.wait();
@@ -204,7 +218,8 @@ impl Network {
             let _work = exec.reserve(Role::Workspace, self.loss.name(), cost.backward_workspace)?;
             let (metrics, value) = match (&exec.pass, batch, &x.value) {
                 (Some(pass), Some(batch), Some(x)) => {
-                    let pass = &PassContext { teacher_logits: teacher_logits.value.as_ref(), ..*pass };
+                    let computed = teacher_logits.value.as_ref().map(TeacherLogits::All);
+                    let pass = &PassContext { teacher_logits: computed.or(pass.teacher_logits), ..*pass };
                     self.loss.forward_backward(x, &batch.targets, pass, needs_input_grad)?
                 }
                 _ => (MetricSums::default().into(), None),
@@ -213,6 +228,10 @@ impl Network {
         };
         let (metrics, mut dy) = node_timer::time(name, NodePass::Backward, exec.ledger, loss)?;
         drop((x, teacher_logits));
+        let metrics = match feature_gradients.loss.take() {
+            Some(loss) => metrics.with_loss(1.0, &loss)?,
+            None => metrics,
+        };
         if !needs_input_grad {
             return Ok(metrics);
         }
@@ -223,8 +242,9 @@ impl Network {
                 .transpose()
         };
         let mut next = prefetch()?;
-        for block in self.blocks.iter().rev() {
+        for (index, block) in self.blocks.iter().enumerate().rev() {
             let Some(saved) = next else { break };
+            feature_gradients.add_to(exec, index, block, &dy)?;
             // Prefetch the preceding block's input while this block computes.
             next = prefetch()?;
             let saved_nodes = match saved {

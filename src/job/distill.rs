@@ -7,8 +7,8 @@ use serde::{Deserialize, Serialize};
 
 /// Knowledge distillation: the model also learns the probabilities that a trained model, its teacher, gives to all classes.
 /// The loss is (1 - weight) CE + weight temperature^2 KL, of cross-entropy with the targets and of the divergence from the
-/// teacher's probabilities, both at this temperature. The teacher may be a model of another kind. It computes along, in
-/// evaluation mode and in the same micro-batches; its memory is part of the plan.
+/// teacher's probabilities, both at this temperature. The teacher may be a model of another kind. It computes in
+/// evaluation mode; its memory is part of the plan.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct DistillConfig {
     /// The teacher: the folder of a run, whose best checkpoint is used, of a checkpoint, or of an export as safetensors. It
@@ -23,9 +23,47 @@ pub struct DistillConfig {
     #[serde(default = "weight")]
     #[schemars(range(min = 0.0, max = 1.0))]
     pub weight: f64,
+    /// When the teacher computes its logits.
+    #[serde(default)]
+    pub logits: LogitSource,
+    /// With `logits = "stored"`: how many logits are kept per sample, for language models per token: the largest ones,
+    /// in 16 bits, and the sum of the others. The divergence is that of these classes, and of all others as one.
+    #[serde(default = "top_k")]
+    #[schemars(range(min = 1, max = 65_536))]
+    pub top_k: usize,
+    /// Features that the model also learns from: `[[distill.features]]`, one table each.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub features: Vec<FeatureConfig>,
     /// Number format that the teacher computes in, and its weights are held in.
     #[serde(default)]
     pub teacher_precision: TeacherPrecision,
+}
+
+/// Features that the model learns to predict: the output of a block of the teacher, from that of one of its own blocks,
+/// by a linear map over the last dimension (of images, the channels) that is trained along and not exported.
+/// `weight` times their mean squared error is added to the loss.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+pub struct FeatureConfig {
+    /// A block of the model: `layers.0`, `stages.1`, `layer2.0`, `transformer.h.3`, ... `trainer profile` lists them.
+    pub student: String,
+    /// A block of the teacher. Both outputs have the same shape, except for the last dimension.
+    pub teacher: String,
+    /// Factor on the mean squared error.
+    #[serde(default = "feature_weight")]
+    #[schemars(range(min = 0.0, max = 1_000_000.0))]
+    pub weight: f64,
+}
+
+/// When a teacher computes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum LogitSource {
+    /// In every step, on the same micro-batches: it stays in memory beside the model.
+    #[default]
+    EveryStep,
+    /// Once, before the first step, on all training samples; `runs/.data` keeps them for later runs. Its memory is
+    /// free before training begins. Inputs must be the same in every epoch: without augmentation and random windows.
+    Stored,
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
@@ -46,4 +84,12 @@ fn temperature() -> f64 {
 
 fn weight() -> f64 {
     0.5
+}
+
+fn top_k() -> usize {
+    16
+}
+
+fn feature_weight() -> f64 {
+    1.0
 }

@@ -37,7 +37,7 @@ use serde::{Deserialize, Serialize};
 
 pub use change::{JobChange, job_values};
 pub use data::*;
-pub use distill::{DistillConfig, TeacherPrecision};
+pub use distill::{DistillConfig, FeatureConfig, LogitSource, TeacherPrecision};
 pub use error::{ErrorCode, JobError, JobErrors};
 pub use image_models::*;
 pub use layers::*;

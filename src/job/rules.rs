@@ -10,8 +10,9 @@ use super::error::{ErrorCode, JobError};
 use super::source_map::WHOLE_FILE;
 use super::{
     AugmentConfig, BestMetric, CategoryEncoding, ClassWeightsConfig, CsvConfig, INT8_KINDS, IdxConfig, Job,
-    JsonConfig, JsonlConfig, OptimizerConfig, ParquetConfig, Precision, PruneConfig, PruneSchedule,
-    PruneScope, PruneStructure, RunLength, SourceConfig, SplitKind, Task,
+    JsonConfig, JsonlConfig, LogitSource, OptimizerConfig, ParquetConfig, Precision, PruneConfig,
+    PruneSchedule, PruneScope, PruneStructure, RunLength, SourceConfig, SplitKind, Task, TextConfig,
+    TokensConfig, WindowMode,
 };
 
 /// Every contradiction in `job`, reported where `tree` states it.
@@ -167,6 +168,7 @@ pub(super) fn contradictions(job: &Job, tree: &DeTable) -> Vec<SpannedError> {
     prune_contradictions(job, &mut report);
     lowrank_contradictions(job, &mut report);
     quantize_contradictions(job, &mut report);
+    distill_contradictions(job, tree, &mut report);
     if let SourceConfig::Jsonl(JsonlConfig { label: Some(_), messages, chat, pack, .. }) = &job.data.source {
         if *pack {
             let hint = "with `label` each record is a sample: remove `pack`";
@@ -255,7 +257,10 @@ fn split_contradictions(job: &Job, tree: &DeTable, report: &mut impl FnMut(&str,
         );
     }
     let is_split = files.fold.is_some() || files.valid.is_empty() || files.test_fraction.is_some();
-    let keys = [("data.group", group.is_some()), ("data.split", !split.is_random() && stated(tree, "split"))];
+    let keys = [
+        ("data.group", group.is_some()),
+        ("data.split", !split.is_random() && stated(tree, "data", "split")),
+    ];
     for (key, _) in keys.into_iter().filter(|(_, is_given)| *is_given && !is_split) {
         let hint = "remove it, or replace `valid` by `valid_fraction` or `fold`";
         report(key, format!("`{key}` has no effect: all sets have files of their own"), hint.into());
@@ -446,10 +451,49 @@ fn quantize_contradictions(job: &Job, report: &mut impl FnMut(&str, String, Stri
     }
 }
 
-/// Whether the job states this key of `[data]`.
-fn stated(tree: &DeTable, key: &str) -> bool {
-    let data = tree.get("data").map(Spanned::get_ref);
-    matches!(data, Some(DeValue::Table(data)) if data.contains_key(key))
+/// Keys of `[distill]` that contradict each other or the data.
+fn distill_contradictions(job: &Job, tree: &DeTable, report: &mut impl FnMut(&str, String, String)) {
+    let Some(distill) = &job.distill else { return };
+    if distill.logits == LogitSource::EveryStep {
+        if stated(tree, "distill", "top_k") {
+            report(
+                "distill.top_k",
+                "`distill.top_k` has no effect: the teacher computes all logits in every step".into(),
+                "remove it, or add `logits = \"stored\"`".into(),
+            );
+        }
+        return;
+    }
+    if !distill.features.is_empty() {
+        report(
+            "distill.features",
+            "`distill.features` needs the teacher in every step, and `distill.logits` is \"stored\"".into(),
+            "remove one of them".into(),
+        );
+    }
+    let changing = match &job.data.source {
+        source if source.augment().is_some_and(|augment| !augment.is_off()) => {
+            Some(("augmentation", "remove `[data.augment]`"))
+        }
+        SourceConfig::Text(TextConfig { windows: WindowMode::Random, .. })
+        | SourceConfig::Tokens(TokensConfig { windows: WindowMode::Random, .. }) => {
+            Some(("random windows", "add `windows = \"fixed\"` to [data]"))
+        }
+        _ => None,
+    };
+    if let Some((what, change)) = changing {
+        report(
+            "distill.logits",
+            format!("`distill.logits` is \"stored\", and {what} gives a sample other inputs in every epoch"),
+            format!("{change}, or let the teacher compute in every step: `logits = \"every_step\"`"),
+        );
+    }
+}
+
+/// Whether the job states this key of a table.
+fn stated(tree: &DeTable, table: &str, key: &str) -> bool {
+    let table = tree.get(table).map(Spanned::get_ref);
+    matches!(table, Some(DeValue::Table(table)) if table.contains_key(key))
 }
 
 /// The bytes of the value at a dotted `key`, or of the nearest table above it.

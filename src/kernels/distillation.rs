@@ -1,12 +1,24 @@
 //! The soft loss of knowledge distillation: `T^2 KL(softmax(teacher / T) || softmax(student / T))`, summed over rows.
 
+pub mod top;
+
 use candle_core::{DType, Result, Tensor};
 use candle_nn::ops::log_softmax;
 use rayon::prelude::*;
 
+use self::top::TopLogits;
 use super::cross_entropy::IGNORE_INDEX;
 use super::{Elem, Real, cpu, host, reference};
 use crate::{vectorised, with_elem};
+
+/// What is known of a teacher's logits.
+#[derive(Clone, Copy)]
+pub enum TeacherLogits<'a> {
+    /// All of them, with as many values as the student's.
+    All(&'a Tensor),
+    /// The largest of each row.
+    Top(&'a TopLogits),
+}
 
 /// What rows of logits are compared with.
 #[derive(Clone, Copy)]
@@ -66,7 +78,7 @@ impl SoftTargets<'_> {
             _ => (logits.to_dtype(DType::F32)?, self.teacher.to_dtype(DType::F32)?),
         };
         let wide = SoftTargets { teacher: &teacher, ..*self };
-        let weights = self.row_weights(student.elem_count() / student.dim(student.rank() - 1)?)?;
+        let weights = row_weights(self.targets, student.elem_count() / student.dim(student.rank() - 1)?)?;
         let weights = Tensor::new(weights, logits.device())?.to_dtype(student.dtype())?;
         let loss = wide.reference(&student, &weights)?.to_dtype(DType::F64)?;
         let [log_p, log_q] = wide.log_probabilities(&student)?;
@@ -74,13 +86,6 @@ impl SoftTargets<'_> {
         let gradient = (gradient * (scale * self.temperature))?.to_dtype(logits.dtype())?;
         logits.slice_set(&gradient.reshape(logits.shape())?, 0, 0)?;
         Ok(loss)
-    }
-
-    /// The weight of each row. Copies the targets to the host: passes that distill are not captured as CUDA graphs.
-    fn row_weights(&self, rows: usize) -> Result<Vec<f32>> {
-        let targets = host::read::<u32>(self.targets)?;
-        let per_row = targets.len() / rows.max(1);
-        Ok(targets.chunks(per_row.max(1)).map(row_weight).collect())
     }
 
     fn run_cpu<T: Elem>(&self, logits: &Tensor, scale: f64) -> Result<f64> {
@@ -132,6 +137,13 @@ impl SoftTargets<'_> {
         }
         weight as f64 * self.temperature.powi(2) * divergence.as_f64()
     }
+}
+
+/// The weight of each row. Copies the targets to the host: passes that distill are not captured as CUDA graphs.
+pub fn row_weights(targets: &Tensor, rows: usize) -> Result<Vec<f32>> {
+    let targets = host::read::<u32>(targets)?;
+    let per_row = targets.len() / rows.max(1);
+    Ok(targets.chunks(per_row.max(1)).map(row_weight).collect())
 }
 
 /// 0 for a row that is ignored.

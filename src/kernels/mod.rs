@@ -41,6 +41,7 @@ pub mod dropout;
 pub mod elem;
 pub mod embedding;
 pub mod fake_quantize;
+pub mod feature_error;
 pub mod grad_stats;
 pub mod grid;
 pub mod group_norm;

@@ -8,7 +8,8 @@ use super::loss::{Loss, PendingMetricSums};
 use super::{Cost, PassContext};
 use crate::base::{Backend, MicroBatchSpec};
 use crate::kernels::cross_entropy::reference_workspace;
-use crate::kernels::distillation::{self, SoftTargets};
+use crate::kernels::distillation::top::TopSoftTargets;
+use crate::kernels::distillation::{self, SoftTargets, TeacherLogits};
 use crate::kernels::linear::{self, LinearKernel, WeightLayout};
 use crate::kernels::{Activation, add};
 
@@ -18,6 +19,8 @@ pub struct DistillOptions {
     pub temperature: f64,
     /// The teacher's fraction of the loss.
     pub weight: f64,
+    /// How many logits of each row are known, if they are stored; all are if the teacher computes along.
+    pub top_k: Option<usize>,
 }
 
 pub struct Distillation {
@@ -40,14 +43,21 @@ impl Loss for Distillation {
         let Some(teacher) = pass.teacher_logits else {
             candle_core::bail!("distillation: a pass without the teacher's logits")
         };
-        let DistillOptions { temperature, weight } = self.options;
+        let DistillOptions { temperature, weight, .. } = self.options;
         let hard_pass = PassContext { loss_scale: (1.0 - weight) * pass.loss_scale, ..*pass };
         let (sums, dx) = self.hard.forward_backward(x, targets, &hard_pass, needs_input_grad)?;
         let head = self.hard.output_layer(pass);
         let logits = head.forward(x)?.0;
-        let teacher = teacher.reshape(logits.shape())?;
-        let soft = SoftTargets { teacher: &teacher, targets, temperature };
-        let soft_loss = soft.forward_backward(&logits, weight * pass.loss_scale)?;
+        let scale = weight * pass.loss_scale;
+        let soft_loss = match teacher {
+            TeacherLogits::All(teacher) => {
+                let teacher = &teacher.reshape(logits.shape())?;
+                SoftTargets { teacher, targets, temperature }.forward_backward(&logits, scale)?
+            }
+            TeacherLogits::Top(teacher) => {
+                TopSoftTargets { teacher, targets, temperature }.forward_backward(&logits, scale)?
+            }
+        };
         let grads = pass.weight_bias_grads(self.hard.weight, self.hard.bias);
         let soft_dx = head.backward(Some(x), None, logits, &grads, needs_input_grad)?;
         let dx = match (dx, soft_dx) {
@@ -90,10 +100,11 @@ impl Loss for Distillation {
             }
         };
         // The hard loss has freed its temporaries before the soft one computes all logits and a second input gradient.
-        let soft = spec.bytes(positions * classes)
-            + hard.input_grad
-            + products
-            + distillation::workspace(spec.dtype, rows, classes, on_cpu);
+        let divergence = match self.options.top_k {
+            Some(k) => distillation::top::workspace(spec.dtype, rows, classes, k, on_cpu),
+            None => distillation::workspace(spec.dtype, rows, classes, on_cpu),
+        };
+        let soft = spec.bytes(positions * classes) + hard.input_grad + products + divergence;
         Cost { backward_workspace: hard.backward_workspace.max(soft), flops: 2 * hard.flops, ..hard }
     }
 
@@ -113,6 +124,7 @@ mod tests {
     };
     use super::*;
     use crate::kernels::cross_entropy::{IGNORE_INDEX, LinearCrossEntropy};
+    use crate::kernels::distillation::top::TopLogits;
     use crate::kernels::reference::ReferenceScope;
     use crate::params::{ParamInit, ParamRegistry};
 
@@ -130,6 +142,29 @@ mod tests {
             class_weights: None,
         };
         Distillation { hard, options }
+    }
+
+    /// The `k` largest logits of each row, and the sum of the others.
+    fn top_logits(teacher: &Tensor, k: usize, temperature: f64) -> TopLogits {
+        let (mut classes, mut logits, mut rest) = (Vec::new(), Vec::new(), Vec::new());
+        let wide = teacher.to_device(&Device::Cpu).unwrap().to_dtype(DType::F64).unwrap();
+        for row in wide.to_vec2::<f64>().unwrap() {
+            let mut order: Vec<usize> = (0..row.len()).collect();
+            order.sort_by(|a, b| row[*b].total_cmp(&row[*a]));
+            let most = row[order[0]];
+            let others = order.split_off(k);
+            order.sort();
+            classes.extend(order.iter().map(|class| *class as u32));
+            logits.extend(order.iter().map(|class| (row[*class] - most) as f32));
+            let sum: f64 = others.iter().map(|class| ((row[*class] - most) / temperature).exp()).sum();
+            rest.push(sum.ln() as f32);
+        }
+        let (rows, device) = (rest.len(), teacher.device());
+        TopLogits {
+            classes: Tensor::from_vec(classes, (rows, k), device).unwrap(),
+            logits: Tensor::from_vec(logits, (rows, k), device).unwrap(),
+            rest: Tensor::from_vec(rest, rows, device).unwrap(),
+        }
     }
 
     /// The loss and the gradients of input, weight and bias, by candle's autograd.
@@ -156,8 +191,15 @@ mod tests {
         let teacher =
             teacher.to_device(cpu).unwrap().to_dtype(DType::F64).unwrap().index_select(&rows, 0).unwrap();
         let ones = Tensor::ones(kept.len(), DType::F64, cpu).unwrap();
-        let targets = SoftTargets { teacher: &teacher, targets: &rows, temperature: options.temperature };
-        let soft = targets.reference(&logits, &ones).unwrap();
+        let temperature = options.temperature;
+        let soft = match options.top_k {
+            None => SoftTargets { teacher: &teacher, targets: &rows, temperature }.reference(&logits, &ones),
+            Some(k) => {
+                let teacher = &top_logits(&teacher, k, temperature);
+                TopSoftTargets { teacher, targets: &rows, temperature }.reference(&logits, &ones)
+            }
+        };
+        let soft = soft.unwrap();
         let all = ((hard * (1.0 - options.weight)).unwrap() + (soft * options.weight).unwrap()).unwrap();
         let grads = (&all * 0.5).unwrap().backward().unwrap();
         let grads = vars.iter().map(|var| to_f64_vec(grads.get(var).unwrap())).collect();
@@ -167,7 +209,8 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(24))]
 
-        /// Loss and gradients against candle's autograd, in f32 and f64, by the kernel and in candle's operations.
+        /// Loss and gradients against candle's autograd, in f32 and f64, by the kernel and in candle's operations, with
+        /// all logits of the teacher and with the largest ones.
         #[test]
         fn gradients_are_those_of_autograd(
             rows in 2usize..200,
@@ -175,11 +218,14 @@ mod tests {
             classes in 2usize..30,
             temperature in prop::sample::select(vec![0.5, 1.0, 4.0]),
             weight in prop::sample::select(vec![0.0, 0.3, 1.0]),
+            k in prop::sample::select(vec![0usize, 0, 1, 4, 30]),
             f64s: bool,
             by_reference: bool,
             ignore: bool,
         ) {
-            let (options, dtype) = (DistillOptions { temperature, weight }, if f64s { DType::F64 } else { DType::F32 });
+            let top_k = (k > 0).then(|| k.min(classes));
+            let options = DistillOptions { temperature, weight, top_k };
+            let dtype = if f64s { DType::F64 } else { DType::F32 };
             let mut registry = ParamRegistry::default();
             let loss = loss(&mut registry, width, classes, options);
             let subject = TestContext::new(registry, dtype, rows);
@@ -189,7 +235,9 @@ mod tests {
             let class = |row: usize| (row * 5 % classes) as u32;
             let targets: Vec<u32> = (0..rows).map(|row| if ignored(row) { IGNORE_INDEX } else { class(row) }).collect();
             let targets = Tensor::from_vec(targets, rows, &test_device()).unwrap();
-            let pass = PassContext { loss_scale: 0.5, teacher_logits: Some(&teacher), ..subject.pass(Mode::Train) };
+            let top = top_k.map(|k| top_logits(&teacher, k, temperature));
+            let known = top.as_ref().map_or(TeacherLogits::All(&teacher), TeacherLogits::Top);
+            let pass = PassContext { loss_scale: 0.5, teacher_logits: Some(known), ..subject.pass(Mode::Train) };
             let (sums, dx) = {
                 let _scope = ReferenceScope::enter(by_reference);
                 loss.forward_backward(&x, &targets, &pass, true).unwrap()
@@ -210,16 +258,49 @@ mod tests {
         }
     }
 
+    /// Stored logits of all classes teach what all logits teach, and those of a few teach the same probabilities: with
+    /// one class known, the loss is that of two classes.
+    #[test]
+    fn the_largest_logits_are_the_same_probabilities() {
+        let temperature = 2.0;
+        let (cpu, zeros) = (&Device::Cpu, Tensor::zeros(3, DType::U32, &Device::Cpu).unwrap());
+        let of = |seed| random_tensor(&[3, 6], seed).to_device(cpu).unwrap().to_dtype(DType::F64).unwrap();
+        let (student, teacher) = (of(1), of(2));
+        let copy = || student.copy().unwrap();
+        let all = SoftTargets { teacher: &teacher, targets: &zeros, temperature };
+        let (gradient, top_gradient) = (copy(), copy());
+        let loss = all.forward_backward(&gradient, 1.0).unwrap().to_scalar::<f64>().unwrap();
+        let top = top_logits(&teacher, 6, temperature);
+        let targets = TopSoftTargets { teacher: &top, targets: &zeros, temperature };
+        let top_loss = targets.forward_backward(&top_gradient, 1.0).unwrap().to_scalar::<f64>().unwrap();
+        assert!((loss - top_loss).abs() < 1e-5, "{loss} {top_loss}");
+        assert!(relative_error(&to_f64_vec(&top_gradient), &to_f64_vec(&gradient)) < 1e-5);
+        let top = top_logits(&teacher, 1, temperature);
+        let targets = TopSoftTargets { teacher: &top, targets: &zeros, temperature };
+        let loss = targets.forward_backward(&copy(), 1.0).unwrap().to_scalar::<f64>().unwrap();
+        let softmax = |t: &Tensor| {
+            candle_nn::ops::softmax(&(t / temperature).unwrap(), 1).unwrap().to_vec2::<f64>().unwrap()
+        };
+        let (p, q, classes) = (softmax(&student), softmax(&teacher), to_f64_vec(&top.classes));
+        let of_row = |row: usize| {
+            let (p, q) = (p[row][classes[row] as usize], q[row][classes[row] as usize]);
+            q * (q / p).ln() + (1.0 - q) * ((1.0 - q) / (1.0 - p)).ln()
+        };
+        let expected = temperature.powi(2) * (0..3).map(of_row).sum::<f64>();
+        assert!((loss - expected).abs() < 1e-5, "{loss} {expected}");
+    }
+
     /// A student whose logits are the teacher's has nothing to learn from it.
     #[test]
     fn equal_logits_have_no_soft_gradient() {
         let mut registry = ParamRegistry::default();
-        let loss = loss(&mut registry, 5, 7, DistillOptions { temperature: 2.0, weight: 1.0 });
+        let loss = loss(&mut registry, 5, 7, DistillOptions { temperature: 2.0, weight: 1.0, top_k: None });
         let subject = TestContext::new(registry, DType::F32, 9);
         let x = random_tensor(&[9, 5], 1).to_dtype(DType::F32).unwrap();
         let teacher = loss.output_layer(&subject.pass(Mode::Train)).forward(&x).unwrap().0;
         let targets = Tensor::zeros(9, DType::U32, &test_device()).unwrap();
-        let pass = PassContext { teacher_logits: Some(&teacher), ..subject.pass(Mode::Train) };
+        let pass =
+            PassContext { teacher_logits: Some(TeacherLogits::All(&teacher)), ..subject.pass(Mode::Train) };
         let (sums, dx) = loss.forward_backward(&x, &targets, &pass, true).unwrap();
         assert!(sums.read().unwrap().loss.abs() < 1e-6);
         assert!(to_f64_vec(&dx.unwrap()).iter().all(|d| d.abs() < 1e-6));

@@ -42,6 +42,7 @@ use candle_core::{Result, Tensor, Var};
 
 use crate::base::MicroBatchSpec;
 use crate::base::random::RngKey;
+use crate::kernels::distillation::TeacherLogits;
 use crate::kernels::linear::WeightBiasGrads;
 use crate::kernels::sample_keys::SampleKeys;
 use crate::kernels::{Activation, SavedForBackward};
@@ -165,7 +166,7 @@ pub struct PassContext<'a> {
     /// The weights of the teacher, if the network has one.
     pub teacher: Option<&'a ParamStore>,
     /// The teacher's logits of this micro-batch, for the loss.
-    pub teacher_logits: Option<&'a Tensor>,
+    pub teacher_logits: Option<TeacherLogits<'a>>,
 }
 
 /// Copies of the trained parameters that a layer reads, for candle's autograd to track.

@@ -3,7 +3,7 @@
 use super::BuiltModel;
 use crate::base::features::{Features, InputSpec, TargetSpec};
 use crate::base::units::counted;
-use crate::graph::network::{LayerBlock, Network, Node};
+use crate::graph::network::{FeatureMatch, LayerBlock, Network, Node};
 use crate::job::LossKind;
 use crate::kernels::Activation;
 use crate::layers::Layer;
@@ -17,7 +17,10 @@ use crate::layers::flatten::Flatten;
 use crate::layers::linear::LinearOptions;
 use crate::layers::loss::Loss;
 use crate::layers::pointwise_loss::{PointwiseLoss, PointwiseLossFn};
-use crate::params::{DuplicateName, ParamId, ParamInit, ParamRegistry, ParamRules, RulesError};
+use crate::params::{DuplicateName, ParamId, ParamInit, ParamRegistry, ParamRules, RulesError, near_names};
+
+/// What the names of the linear maps of features begin with: parameters of training alone.
+pub const FEATURE_MAPS: &str = "distill.features.";
 
 /// Why a model cannot be built.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -42,6 +45,13 @@ pub enum ModelError {
     Rules(#[from] RulesError),
     #[error("the model has no loss")]
     NoLoss,
+    #[error("`distill.features` names `{name}`, which is no block of the {whose}; {near}")]
+    NoBlock { whose: &'static str, name: String, near: String },
+    #[error(
+        "`distill.features` compares `{student}`, of shape {ours:?}, with the teacher's `{teacher}`, of shape {theirs:?}: they \
+         may differ in their last dimension only"
+    )]
+    FeatureShape { student: String, teacher: String, ours: Vec<usize>, theirs: Vec<usize> },
 }
 
 /// The job key that sets a loss or what belongs to it.
@@ -64,6 +74,19 @@ pub struct LossOptions {
     pub class_weights: Option<Vec<f32>>,
     /// A teacher's part in it.
     pub distill: Option<DistillOptions>,
+    /// Features of a teacher that the model learns to predict.
+    pub features: Vec<FeatureOptions>,
+}
+
+/// A block of the model, and a block of its teacher whose output is to be predicted from it.
+#[derive(Clone, Debug, PartialEq)]
+pub struct FeatureOptions {
+    pub student: String,
+    /// Index of the block, and the last dimension of its output.
+    pub teacher: usize,
+    pub width: usize,
+    /// Factor on the mean squared error.
+    pub weight: f64,
 }
 
 /// The linear layer of a loss.
@@ -360,20 +383,57 @@ impl NetworkBuilder {
         self.loss = Some(Box::new(loss));
     }
 
-    pub fn finish(self) -> Result<BuiltModel, ModelError> {
+    /// Declares a linear map for each feature of the teacher.
+    fn match_features(&mut self, blocks: &[LayerBlock]) -> Result<Vec<FeatureMatch>, ModelError> {
+        let target_rows = match self.features.target {
+            TargetSpec::Tokens => self.features.input_len(),
+            _ => 1,
+        };
+        let options = std::mem::take(&mut self.loss_options.features);
+        let declare = |(i, options): (usize, &FeatureOptions)| {
+            let student = block_named("model", &options.student, blocks)?;
+            let shape = blocks[student].output_shape();
+            let inputs = shape.last().copied().unwrap_or(1);
+            let rows = shape.iter().product::<usize>() / inputs.max(1);
+            if !rows.is_multiple_of(target_rows) {
+                let (layer, needs) = (options.student.clone(), "one row per token".into());
+                return Err(ModelError::Shape { layer, got: shape, needs });
+            }
+            let (name, outputs, weight) = (format!("{FEATURE_MAPS}{i}"), options.width, options.weight);
+            let init = ParamInit::Uniform(1.0 / (inputs as f64).sqrt());
+            // No weight of the model: pruning leaves it alone.
+            let map = self.registry.table(format!("{name}.weight"), [outputs, inputs], init);
+            let teacher = options.teacher;
+            Ok(FeatureMatch { name, student, teacher, map, inputs, outputs, rows, target_rows, weight })
+        };
+        options.iter().enumerate().map(declare).collect()
+    }
+
+    pub fn finish(&mut self) -> Result<BuiltModel, ModelError> {
         let mut blocks: Vec<LayerBlock> =
-            self.blocks.into_iter().filter(|block| !block.nodes.is_empty()).collect();
+            std::mem::take(&mut self.blocks).into_iter().filter(|block| !block.nodes.is_empty()).collect();
+        let features = self.match_features(&blocks)?;
         blocks.iter_mut().enumerate().for_each(|(i, block)| block.recompute_rank = i);
-        let mut network = Network { blocks, loss: self.loss.ok_or(ModelError::NoLoss)?, teacher: None };
-        let mut registry = self.registry;
-        registry.check_rules()?;
-        if registry.quantizes() {
+        let loss = self.loss.take().ok_or(ModelError::NoLoss)?;
+        let mut network = Network { blocks, loss, teacher: None, features };
+        self.registry.check_rules()?;
+        if self.registry.quantizes() {
+            let registry = &mut self.registry;
             network.insert_points(&self.features.input_shape(), &mut |name, shape| {
-                Some(Box::new(FakeQuantize::new(&mut registry, name, shape)))
+                Some(Box::new(FakeQuantize::new(registry, name, shape)))
             });
         }
-        Ok(BuiltModel { network, layout: registry.into_layout()? })
+        Ok(BuiltModel { network, layout: std::mem::take(&mut self.registry).into_layout()? })
     }
+}
+
+/// Index of the block with this name.
+pub fn block_named(whose: &'static str, name: &str, blocks: &[LayerBlock]) -> Result<usize, ModelError> {
+    let names: Vec<&str> = blocks.iter().map(|block| block.name.as_str()).collect();
+    names.iter().position(|block| *block == name).ok_or_else(|| {
+        let near = near_names("its blocks", name, &names);
+        ModelError::NoBlock { whose, name: name.to_owned(), near }
+    })
 }
 
 /// The targets of the data, for error messages.

@@ -24,7 +24,9 @@ mod units_tests;
 mod vision;
 mod vit;
 
-pub use builder::{LossOptions, ModelError, NetworkBuilder, describe_target};
+pub use builder::{
+    FEATURE_MAPS, FeatureOptions, LossOptions, ModelError, NetworkBuilder, block_named, describe_target,
+};
 pub use units::{unit_groups, without_pruned};
 
 use crate::base::features::{Features, InputSpec};

@@ -269,7 +269,7 @@ pub fn matching_layers<'a>(
 }
 
 /// The names most similar to a pattern, for a message.
-fn near_names(what: &str, pattern: &str, names: &[&str]) -> String {
+pub fn near_names(what: &str, pattern: &str, names: &[&str]) -> String {
     const SHOWN: usize = 4;
     let mut names: Vec<(f64, &str)> =
         names.iter().map(|name| (strsim::jaro_winkler(pattern, name), *name)).collect();

@@ -18,6 +18,7 @@ use super::plan::{MemoryPart, Peak, PhasePeak};
 use crate::base::features::{Features, InputSpec};
 use crate::base::{Backend, MemorySpace, MicroBatchSpec, Phase, Role};
 use crate::data::loader;
+use crate::data::stored_logits::LogitFormat;
 use crate::graph::network::{Executor, Network};
 use crate::graph::offload::ActivationOffload;
 use crate::job::{Job, MemoryLog, OptimizerConfig};
@@ -60,7 +61,19 @@ pub const PRUNING: &str = "pruning";
 /// The name that the reservation for the decomposition of initial weights carries.
 pub const FACTORIZATION: &str = "low-rank factorization";
 
+/// The name that reservations for the teacher's stored logits carry.
+pub const STORED_LOGITS: &str = "teacher's logits";
+
+/// Buffers of a file that is written, and read again for its checksum.
+const FILE_BUFFER_BYTES: u64 = 2 << 18;
+
+/// The weights of the teacher.
+const TEACHER: &str = "teacher";
+
 const MASTER_WEIGHTS: &str = "master weights";
+const RECORDER: &str = "memory recorder";
+const GEMM_WORKSPACE: &str = "matrix products";
+const ROUNDING: &str = "rounding";
 const GRADIENTS: &str = "gradients";
 
 /// A job, as far as its memory is concerned.
@@ -89,6 +102,9 @@ pub struct EstimatorInputs<'a> {
     pub eval_metric_bytes: u64,
     /// Bytes of the weights of the teacher; 0 without one.
     pub teacher_bytes: u64,
+    /// How the logits of the teacher are stored before the first update, if they are.
+    pub stored_logits: Option<LogitFormat>,
+    pub train_samples: u64,
 }
 
 impl EstimatorInputs<'_> {
@@ -220,6 +236,7 @@ pub struct Estimator<'a> {
     blocks: BlockIndex,
     train_cache: RefCell<BTreeMap<(usize, usize, bool), Rc<PassPeaks>>>,
     eval_cache: RefCell<BTreeMap<usize, Rc<PassPeaks>>>,
+    teacher_cache: RefCell<BTreeMap<usize, u64>>,
 }
 
 /// Peak bytes of a dry run per phase, and the peak of block inputs offloaded to host memory.
@@ -232,7 +249,8 @@ struct PassPeaks {
 impl<'a> Estimator<'a> {
     pub fn new(inputs: EstimatorInputs<'a>) -> Self {
         let blocks = BlockIndex::new(inputs.network);
-        Self { inputs, blocks, train_cache: RefCell::default(), eval_cache: RefCell::default() }
+        let (train_cache, eval_cache) = (RefCell::default(), RefCell::default());
+        Self { inputs, blocks, train_cache, eval_cache, teacher_cache: RefCell::default() }
     }
 
     /// Bytes that each block frees if it saves only its input, for one sample.
@@ -282,6 +300,9 @@ impl<'a> Estimator<'a> {
             let spec = MicroBatchSpec { batch, dtype: s.dtype, backend: s.backend };
             // A planning ledger has no limit, so this cannot fail.
             let _batch = ledger.reserve(Role::Batch, "micro-batch", batch_bytes(s.features, spec)).ok();
+            let stored = s.stored_logits.filter(|_| phase == Phase::Forward);
+            let _stored =
+                stored.map(|format| ledger.reserve(Role::Batch, STORED_LOGITS, format.batch_bytes(batch)));
             body(
                 s.network,
                 &Executor { pass: None, spec, ledger: &ledger, recompute_blocks: 0, offload: None },
@@ -308,6 +329,32 @@ impl<'a> Estimator<'a> {
             })
         };
         self.eval_cache.borrow_mut().entry(batch).or_insert_with(walk).clone()
+    }
+
+    /// Samples per micro-batch of the teacher that computes the logits to be stored.
+    pub fn teacher_batch(&self, exec_plan: ExecutionPlan) -> usize {
+        exec_plan.eval_micro_batch.min(self.inputs.train_samples as usize).max(1)
+    }
+
+    fn log_teacher(&self, batch: usize) -> Vec<LedgerEntry> {
+        let s = &self.inputs;
+        let ledger = Ledger::planning();
+        ledger.set_phase(Phase::Teacher);
+        if let Some(teacher) = &s.network.teacher {
+            let spec = MicroBatchSpec { batch, dtype: teacher.dtype, backend: s.backend };
+            // A planning ledger has no limit, so this cannot fail.
+            let _batch = ledger.reserve(Role::Batch, "micro-batch", batch_bytes(s.features, spec)).ok();
+            let exec = Executor { pass: None, spec, ledger: &ledger, recompute_blocks: 0, offload: None };
+            drop(teacher.logits_on_host(&exec, None));
+        }
+        ledger.log()
+    }
+
+    /// Peak bytes of a pass of the teacher that computes the logits to be stored.
+    fn teacher_peak(&self, batch: usize) -> u64 {
+        let walk =
+            || ledger_trace::phase_peaks(&self.log_teacher(batch)).first().map_or(0, |(_, bytes)| *bytes);
+        *self.teacher_cache.borrow_mut().entry(batch).or_insert_with(walk)
     }
 
     /// Whether block inputs are offloaded to host memory.
@@ -396,25 +443,66 @@ impl<'a> Estimator<'a> {
             s.allocation(Role::DataPipeline, "left by preparation", s.process.leftover_heap),
         ];
         all.extend(measured.into_iter().filter(|part| part.bytes > 0));
-        if s.teacher_bytes > 0 {
-            all.push(s.allocation(Role::Weights, "teacher", s.teacher_bytes));
+        if s.teacher_bytes > 0 && s.stored_logits.is_none() {
+            all.push(s.allocation(Role::Weights, TEACHER, s.teacher_bytes));
         }
         if s.job.pruning().is_some() {
             all.push(s.allocation(Role::Weights, "pruning mask", optim::prune::mask_bytes(&s.layout.params)));
         }
         if s.job.log.memory == MemoryLog::Detailed {
             let ledgers = 1 + u64::from(s.on_device());
-            all.push(s.allocation(Role::Reserve, "memory recorder", ledgers * RECORDER_BYTES));
+            all.push(s.allocation(Role::Reserve, RECORDER, ledgers * RECORDER_BYTES));
         }
         if s.on_device() {
-            all.push(s.allocation(Role::Workspace, "matrix products", GEMM_WORKSPACE_BYTES));
-            all.push(s.allocation(Role::Workspace, "rounding", SMALL_ALLOCATION_BYTES));
+            all.push(s.allocation(Role::Workspace, GEMM_WORKSPACE, GEMM_WORKSPACE_BYTES));
+            all.push(s.allocation(Role::Workspace, ROUNDING, SMALL_ALLOCATION_BYTES));
         }
         if state_offloaded {
             let bytes = optim::staging_bytes(&rule, &s.layout.params);
             all.push(s.allocation(Role::Workspace, "optimizer state on its way", bytes));
         }
         all
+    }
+
+    /// What is held while the teacher computes the logits to be stored, in reservation order, besides its passes and the
+    /// staging of its batches: its weights, and of what a run holds all that is no tensor of training.
+    pub fn teacher_allocations(&self, exec_plan: ExecutionPlan) -> Vec<Allocation> {
+        let (s, batch) = (&self.inputs, self.teacher_batch(exec_plan));
+        let is_held = |part: &Allocation| match part.role {
+            Role::Reserve => part.name != RECORDER,
+            Role::DataPipeline | Role::Process => true,
+            Role::Workspace => part.name == GEMM_WORKSPACE || part.name == ROUNDING,
+            _ => false,
+        };
+        let mut all: Vec<Allocation> =
+            self.persistent_allocations(exec_plan).into_iter().filter(is_held).collect();
+        all.push(s.allocation(Role::Weights, TEACHER, s.teacher_bytes));
+        let prefetch = s.loader_bytes(batch, exec_plan.prefetch);
+        all.push(s.allocation(Role::DataPipeline, "prefetch", prefetch));
+        if let Some(format) = s.stored_logits {
+            let bytes = format.file_bytes(batch as u64) + FILE_BUFFER_BYTES;
+            all.push(s.allocation(Role::DataPipeline, STORED_LOGITS, bytes));
+        }
+        all
+    }
+
+    /// The phase in which the teacher computes the logits to be stored.
+    fn teacher_phase(&self, exec_plan: ExecutionPlan) -> Vec<Allocation> {
+        let (s, batch) = (&self.inputs, self.teacher_batch(exec_plan));
+        let mut all = self.teacher_allocations(exec_plan);
+        if s.on_device() {
+            let bytes = staging_bytes(s.features, batch);
+            all.extend([Role::Batch, Role::DataPipeline].map(|role| s.allocation(role, STAGED_BATCH, bytes)));
+        }
+        all
+    }
+
+    /// What a phase holds besides its dry run.
+    fn held(&self, exec_plan: ExecutionPlan, phase: Phase) -> Vec<Allocation> {
+        match phase {
+            Phase::Teacher => self.teacher_phase(exec_plan),
+            _ => self.persistent(exec_plan).into_iter().chain(self.transient(exec_plan, phase)).collect(),
+        }
     }
 
     /// What is held from start to end, buffers of the plan included.
@@ -429,6 +517,11 @@ impl<'a> Estimator<'a> {
             let bytes = staging_bytes(s.features, samples);
             let sides = [Role::Batch, Role::DataPipeline];
             persistent.extend(sides.map(|role| s.allocation(role, STAGED_BATCH, bytes)));
+            if let Some(format) = s.stored_logits {
+                // On their way to the device.
+                let bytes = format.batch_bytes(self.train_batch(exec_plan));
+                persistent.push(s.allocation(Role::DataPipeline, STORED_LOGITS, bytes));
+            }
         }
         if self.offloads_activations(exec_plan) {
             persistent.push(Allocation {
@@ -500,22 +593,24 @@ impl MemoryPredictor for Estimator<'_> {
         let bytes_in = |space: MemorySpace, parts: &[Allocation]| {
             parts.iter().filter(|part| part.space == space).map(|part| part.bytes).sum::<u64>()
         };
-        let persistent = self.persistent(exec_plan);
         let train = self.train_peaks(exec_plan);
         let eval = self.eval_batch(exec_plan).map(|batch| self.eval_peaks(batch)).unwrap_or_default();
         let factorizes = self.inputs.job.lowrank.is_some() && self.inputs.job.train.init.is_some();
         let start = factorizes.then_some((Phase::Start, 0));
-        let pass_peaks = start
+        let teacher = self.inputs.stored_logits;
+        let teacher = teacher.map(|_| (Phase::Teacher, self.teacher_peak(self.teacher_batch(exec_plan))));
+        let pass_peaks = teacher
             .iter()
+            .chain(&start)
             .chain(&train.phase_peaks)
             .chain(&[(Phase::Update, 0)])
             .chain(&eval.phase_peaks)
             .chain(&[(Phase::Checkpoint, 0)]);
         let phases = pass_peaks.map(|(name, pass_bytes)| {
-            let transient = self.transient(exec_plan, *name);
+            let allocations = self.held(exec_plan, *name);
             let held = |space| {
                 let pass_bytes = if space == self.activation_space() { *pass_bytes } else { 0 };
-                bytes_in(space, &persistent) + bytes_in(space, &transient) + pass_bytes
+                bytes_in(space, &allocations) + pass_bytes
             };
             PhasePeak { name: *name, vram_bytes: held(MemorySpace::Vram), ram_bytes: held(MemorySpace::Ram) }
         });
@@ -552,7 +647,7 @@ impl MemoryPredictor for Estimator<'_> {
                 add("preparation", Role::DataPipeline, peak);
                 continue;
             }
-            let allocations = self.persistent(exec_plan).into_iter().chain(self.transient(exec_plan, phase));
+            let allocations = self.held(exec_plan, phase).into_iter();
             for Allocation { role, name, bytes, .. } in allocations.filter(|part| part.space == place) {
                 match name {
                     MASTER_WEIGHTS | GRADIENTS => {
@@ -581,6 +676,7 @@ impl MemoryPredictor for Estimator<'_> {
                     .0
                 }
                 (Phase::Eval, Some(batch)) => self.log_evaluate(batch),
+                (Phase::Teacher, _) => self.log_teacher(self.teacher_batch(exec_plan)),
                 _ => continue,
             };
             ledger_trace::live_at_peak(&log, phase)

@@ -89,6 +89,9 @@ pub struct Disk {
     pub checkpoints_bytes: u64,
     /// Size of the prepared data in `runs/.data`, which exists by the time of the plan.
     pub data_cache_bytes: u64,
+    /// Size of the teacher's logits in `runs/.data`, if the job stores them.
+    #[serde(default)]
+    pub stored_logits_bytes: u64,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]

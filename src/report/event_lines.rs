@@ -187,6 +187,17 @@ impl RunView<'_> {
                 let advice = format!("       {advice}");
                 line(paint.yellow(&label("data")), text).into_iter().chain([advice]).collect()
             }
+            Event::TeacherLogits { path, samples, bytes, was_stored, seconds } => {
+                let (samples, bytes) = (counted(*samples, "sample"), text::bytes(*bytes));
+                let when = match was_stored {
+                    true => "stored by an earlier run".to_owned(),
+                    false => format!("stored in {}", text::duration(*seconds)),
+                };
+                line(
+                    paint.bold(&label("logits")),
+                    format!("of the teacher for {samples}, {bytes}, {when}: {path}"),
+                )
+            }
             Event::Initialized { matched, new, resized, left_over, factorized } => {
                 let list = |what: &str, names: &[String]| match names {
                     [] => String::new(),
@@ -267,6 +278,7 @@ impl RunView<'_> {
 pub(super) fn stop_line(signal: Signal, work: Work, paint: AnsiStyle) -> String {
     let doing = match work {
         Work::Starting | Work::Update => "finishing the update, then a checkpoint",
+        Work::Teacher => "leaving the teacher, whose logits are computed again when the run is resumed",
         Work::Evaluation => "leaving the evaluation, which is repeated when the run is resumed",
         Work::Checkpoint => "finishing the checkpoint",
     };

@@ -177,12 +177,15 @@ pub(super) fn split_text(plan: &MemoryPlan) -> String {
 
 /// `disk 12.3 MiB: 4 checkpoints of 3.08 MiB at most`.
 fn disk_line(plan: &MemoryPlan) -> Option<String> {
-    let Disk { checkpoint_bytes, checkpoints, checkpoints_bytes, data_cache_bytes } = plan.disk;
-    let total = text::bytes(checkpoints_bytes.saturating_add(data_cache_bytes));
-    let cache = match data_cache_bytes {
+    let Disk { checkpoint_bytes, checkpoints, checkpoints_bytes, data_cache_bytes, stored_logits_bytes } =
+        plan.disk;
+    let total = checkpoints_bytes.saturating_add(data_cache_bytes).saturating_add(stored_logits_bytes);
+    let total = text::bytes(total);
+    let part = |bytes: u64, what: &str| match bytes {
         0 => String::new(),
-        bytes => format!(", {} of prepared data", text::bytes(bytes)),
+        bytes => format!(", {} of {what}", text::bytes(bytes)),
     };
+    let cache = part(data_cache_bytes, "prepared data") + &part(stored_logits_bytes, "the teacher's logits");
     let each = text::bytes(checkpoint_bytes);
     (checkpoints > 0).then(|| {
         format!("       disk {total}: {} of {each} at most{cache}", counted(checkpoints, "checkpoint"))

@@ -156,14 +156,18 @@ impl RunProgress {
             Work::Checkpoint => {
                 vec![work("saving"), Field(8, step), Field(7, "a checkpoint".into()), Field(8, seconds)]
             }
-            Work::Evaluation => vec![
-                work("eval"),
-                Field(8, step),
-                bar_field(5, fraction, width),
-                Field(7, counts),
-                Field(6, seconds),
-                Field(3, remaining(now, fraction).unwrap_or_default()),
-            ],
+            Work::Evaluation | Work::Teacher => {
+                let is_evaluation = now.work == Work::Evaluation;
+                let of = if is_evaluation { step } else { "the teacher's logits".into() };
+                vec![
+                    work(if is_evaluation { "eval" } else { "stores" }),
+                    Field(8, of),
+                    bar_field(5, fraction, width),
+                    Field(7, counts),
+                    Field(6, seconds),
+                    Field(3, remaining(now, fraction).unwrap_or_default()),
+                ]
+            }
             Work::Update => {
                 let done = (now.step as f64 + fraction) / self.total_steps.max(1) as f64;
                 let mut fields = self.fields(now.step + 1, Some(bar_field(4, done, width))).0;

@@ -20,9 +20,12 @@ use super::staging::BatchStaging;
 use super::teacher::Teacher;
 use crate::base::{MemorySpace, MicroBatchSpec, Phase, Role};
 use crate::data;
+use crate::data::stored_logits::{LogitFormat, StoredLogits, TopRows};
 use crate::events::event::Event;
 use crate::graph::network::{DeviceBatch, Executor, Network, StepError};
 use crate::graph::offload::ActivationOffload;
+use crate::kernels::distillation::TeacherLogits;
+use crate::kernels::distillation::top::TopLogits;
 use crate::kernels::fake_quantize::move_range;
 use crate::kernels::grad_stats::{GradStats, GradStatsConfig};
 use crate::kernels::reference::ReferenceScope;
@@ -34,7 +37,9 @@ use crate::memory::{InjectedOom, Ledger, Reservation, resident_limit};
 use crate::optim::prune::{self, PrunedCount, Pruning};
 use crate::optim::{self, Optimizer, OptimizerStep};
 use crate::param_store::ParamStore;
-use crate::planner::estimate::{Allocation, PRUNING, QUANTIZATION, batch_bytes, rounding_bytes};
+use crate::planner::estimate::{
+    Allocation, PRUNING, QUANTIZATION, STORED_LOGITS, batch_bytes, rounding_bytes,
+};
 use crate::planner::execution_plan::{ExecutionPlan, Offload};
 use gpu::{GpuState, PassScope, PendingGradStats};
 
@@ -82,14 +87,21 @@ pub struct Engine<'a> {
     pub average: Option<Tensor>,
     /// The mask of pruned weights, if the job prunes.
     pruning: Option<Pruning>,
-    /// The weights of the teacher, if the job distills.
+    /// The weights of the teacher, if one computes in every step.
     teacher: Option<ParamStore>,
+    /// The logits of the teacher, if they are stored.
+    pub stored_logits: Option<StoredLogits>,
     /// Copies batches to the device.
     staging: BatchStaging,
     /// Running statistics at the start of the current update, for a rollback.
     saved_stats: Tensor,
     gpu: GpuState,
     _reservations: Vec<Reservation>,
+}
+
+/// Turns a failed GPU allocation into an OOM error.
+pub(super) fn map_device_oom(setup: &Setup, ledger: &Ledger, role: Role, error: StepError) -> StepError {
+    gpu::map_oom(setup, ledger, role, error)
 }
 
 /// Gradient statistics of an update: known, or still being computed on the GPU.
@@ -159,6 +171,7 @@ impl<'a> Engine<'a> {
             average: persistent.average,
             pruning: persistent.pruning,
             teacher: persistent.teacher,
+            stored_logits: setup.stored_logits.as_ref().map(|(format, _)| StoredLogits::blank(*format)),
             staging,
             saved_stats: persistent.saved_stats,
             gpu: persistent.gpu,
@@ -186,7 +199,8 @@ impl<'a> Engine<'a> {
             let dtype = teacher.dtype(setup.backend());
             ParamStore::for_inference(teacher.layout.clone(), dtype, &setup.device())
         };
-        let teacher = setup.teacher.as_ref().map(load).transpose()?;
+        let teacher = setup.teacher.as_ref().filter(|_| setup.stored_logits.is_none());
+        let teacher = teacher.map(load).transpose()?;
         let gpu = GpuState::new(setup, &rule, &store, graphs)?;
         Ok(PersistentState {
             store,
@@ -346,6 +360,9 @@ impl<'a> Engine<'a> {
             recompute: self.plan.recompute,
         });
         let tensors = self.staging.to_tensors(batch, features).map_err(|error| self.map_oom(error))?;
+        let stored = self.stored_logits.as_ref().filter(|_| mode == Mode::Train);
+        let stored = stored.map(|stored| self.read_logits(stored, network, &batch.ids)).transpose();
+        let stored = stored.map_err(|error| self.map_oom(error))?;
         let pass = PassContext {
             store: &self.store,
             mode,
@@ -358,7 +375,7 @@ impl<'a> Engine<'a> {
             tracked: None,
             cache: None,
             teacher: self.teacher.as_ref(),
-            teacher_logits: None,
+            teacher_logits: stored.as_ref().map(|(logits, _)| TeacherLogits::Top(logits)),
         };
         let (ledger, recompute_blocks, offload) =
             (&self.ledger, self.plan.recompute, self.activation_offload.as_ref());
@@ -366,6 +383,30 @@ impl<'a> Engine<'a> {
         let result = run(network, &exec, &tensors, &scope).map_err(|error| self.map_oom(error))?;
         scope.finish();
         Ok(result)
+    }
+
+    /// The stored logits of these samples, as many rows as the network has.
+    fn read_logits(
+        &self,
+        stored: &StoredLogits,
+        network: &Network,
+        ids: &[u64],
+    ) -> Result<(TopLogits, Reservation), StepError> {
+        let LogitFormat { classes, top_k, .. } = stored.format;
+        let bytes = stored.format.batch_bytes(ids.len());
+        let hold = self.ledger.reserve(Role::Batch, STORED_LOGITS, bytes)?;
+        let is_copied = self.ledger.space() != self.host_ledger.space();
+        let copied = is_copied.then(|| self.host_ledger.reserve(Role::DataPipeline, STORED_LOGITS, bytes));
+        let _copied = copied.transpose()?;
+        let rows = stored.read(ids, network.loss.outputs_per_sample() / classes);
+        let TopRows { classes, logits, rest } = rows.map_err(candle_core::Error::wrap)?;
+        let (rows, device) = (rest.len(), self.setup.device());
+        let logits = TopLogits {
+            classes: Tensor::from_vec(classes, (rows, top_k), &device)?,
+            logits: Tensor::from_vec(logits, (rows, top_k), &device)?,
+            rest: Tensor::from_vec(rest, rows, &device)?,
+        };
+        Ok((logits, hold))
     }
 
     fn map_oom(&self, error: StepError) -> StepError {

@@ -106,8 +106,8 @@ pub enum Failure {
     UnknownExperiment(PathBuf),
     #[error("the data is not what the run was trained on: {}", .0.join("; "))]
     DataChanged(Vec<String>),
-    #[error("{} of `{}` are free, and its checkpoints need {}", Bytes(*free), folder.display(), Bytes(*needed))]
-    DiskTooSmall { folder: PathBuf, free: u64, needed: u64 },
+    #[error("{} of `{}` are free, and its {what} need {}", Bytes(*free), folder.display(), Bytes(*needed))]
+    DiskTooSmall { folder: PathBuf, free: u64, needed: u64, what: &'static str },
     /// A job that was shortened below what is trained.
     #[error("the run is at step {step}, and the job ends at step {total}")]
     BeyondEnd { step: u64, total: u64, key: &'static str },
@@ -251,8 +251,11 @@ impl Failure {
             Failure::NoWholeCheckpoint { .. } => {
                 Some("restore one from a copy, or start a new run in another folder".into())
             }
-            Failure::DiskTooSmall { .. } => Some(
+            Failure::DiskTooSmall { what: "checkpoints", .. } => Some(
                 "free some space, lower `checkpoint.keep`, or choose another `--run-dir`".into(),
+            ),
+            Failure::DiskTooSmall { .. } => Some(
+                "free some space, or lower `distill.top_k` or `checkpoint.keep`".into(),
             ),
             Failure::Signal { .. } => {
                 Some("the cause is not a lack of memory; `--resume` continues from the last checkpoint".into())

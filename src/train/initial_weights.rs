@@ -20,6 +20,7 @@ use crate::base::units::counted;
 use crate::job::InitHead;
 use crate::kernels::host;
 use crate::kernels::low_rank::{self, Factors, Matrix};
+use crate::models::FEATURE_MAPS;
 use crate::param_store::ParamStore;
 use crate::params::{MatrixLayer, ParamLayout, TensorSpec};
 
@@ -164,6 +165,8 @@ impl InitialWeights {
                     taken.insert(name.clone(), source);
                 }
                 Some(_) | None if auto && of_head(name) => report.new.push(name.clone()),
+                // The linear map to a teacher's features is no part of the model.
+                Some(_) | None if name.starts_with(FEATURE_MAPS) => report.new.push(name.clone()),
                 Some(shape) => {
                     problems.push(format!("`{name}` has shape {shape:?} there and {:?} here", spec.shape));
                 }

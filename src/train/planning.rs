@@ -71,7 +71,8 @@ impl Setup {
         let (backend, features) = (self.backend(), self.features());
         let spec = MicroBatchSpec { batch: 1, dtype: self.dtype, backend };
         // The trained model has no teacher in its loss.
-        let (loss, rules) = (LossOptions { distill: None, ..self.loss.clone() }, ParamRules::of_job(job));
+        let loss = LossOptions { distill: None, features: Vec::new(), ..self.loss.clone() };
+        let rules = ParamRules::of_job(job);
         let built = fused_network(&job.model, &loss, &rules, features, self.dtype, backend).ok()?;
         let model = PredictionCost::of(&built.network, &built.layout, features, spec);
         let teacher = self.teacher.as_ref().and_then(|teacher| {
@@ -165,7 +166,14 @@ impl Setup {
             checkpoints,
             checkpoints_bytes: checkpoint_bytes.saturating_mul(checkpoints),
             data_cache_bytes: self.data_cache_bytes,
+            stored_logits_bytes: self.stored_logits_bytes(),
         }
+    }
+
+    /// Bytes on disk of the teacher's logits, if they are stored.
+    pub(super) fn stored_logits_bytes(&self) -> u64 {
+        let samples = self.datasets.train.len();
+        self.stored_logits.as_ref().map_or(0, |(format, _)| format.file_bytes(samples))
     }
 
     /// Keeps the optimizer of this kind, whose state a resumed run has.
@@ -210,6 +218,8 @@ impl Setup {
             eval_outputs: self.metrics.needs_outputs(),
             eval_metric_bytes: self.metrics.bytes,
             teacher_bytes: self.teacher.as_ref().map_or(0, |teacher| teacher.bytes(backend)),
+            stored_logits: self.stored_logits.as_ref().map(|(format, _)| *format),
+            train_samples: self.datasets.train.len(),
         })
     }
 
@@ -305,9 +315,9 @@ impl Setup {
         }
     }
 
-    /// Estimated peak bytes of a run under this plan, on the compute device. Data preparation is over.
+    /// Estimated peak bytes of a run under this plan, on the compute device. What comes before the first update is over.
     pub(super) fn peak_bytes(&self, plan: ExecutionPlan) -> u64 {
-        self.highest(plan, |phase| phase != Phase::Preparation)
+        self.highest(plan, |phase| !matches!(phase, Phase::Preparation | Phase::Teacher))
     }
 
     /// As [`peak_bytes`](Self::peak_bytes), in these phases alone.

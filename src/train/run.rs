@@ -10,6 +10,7 @@ mod options;
 mod position;
 mod skipped_records;
 mod startup;
+mod teacher_logits;
 mod update;
 mod update_error;
 mod weight_histograms;
@@ -48,6 +49,7 @@ use context::RunContext;
 use evaluation::{Evaluation, EvaluationOutcome};
 use memory::MemoryControl;
 use skipped_records::SkippedRecordLog;
+use teacher_logits::LogitEntry;
 use update::PendingUpdate;
 use update_error::UpdateError;
 
@@ -83,7 +85,12 @@ pub fn run_plan(
         None => (plan.chosen, Backoff::default()),
     };
     plan.chosen = plan.chosen.with_split(exec_plan.split());
-    startup::check_disk_space(&folder, &plan)?;
+    let logits = LogitEntry::find(setup, &options)?;
+    startup::check_disk_space(
+        &folder,
+        &plan,
+        logits.as_ref().map_or(0, |logits| logits.missing_bytes(setup)),
+    )?;
     startup::write_run_files(&folder, setup, &plan)?;
     let mut report = report(&folder, resumed)?;
     startup::report_start(&mut report, setup, &options, &folder, &plan)?;
@@ -92,7 +99,10 @@ pub fn run_plan(
     // From here on a signal has something to finish.
     options.signals.begin();
     let mut step = 0;
-    let result = RunContext::new(setup, &options, &folder, exec_plan, graphs, &mut report).and_then(|ctx| {
+    let logits = logits.map_or(Ok(None), |logits| logits.open(setup, &options, exec_plan, &mut report));
+    let context = logits
+        .and_then(|logits| RunContext::new(setup, &options, &folder, exec_plan, graphs, logits, &mut report));
+    let result = context.and_then(|ctx| {
         let memory = MemoryControl::new(plan, backoff, options.pressure_monitor.clone());
         let mut run = Run::new(ctx, memory, &folder);
         let outcome = run.load(newest).and_then(|()| run.train());

@@ -11,19 +11,20 @@ use super::initial_weights::InitialWeights;
 use super::low_rank;
 use super::teacher::Teacher;
 use super::validation_metrics::RequestedMetrics;
-use crate::base::features::{Features, TargetSpec};
+use crate::base::features::{Features, InputSpec, TargetSpec};
 use crate::base::units::Bytes;
 use crate::base::{Backend, MicroBatchSpec};
 use crate::data::bad_records::BadRecordPolicy;
 use crate::data::loader::LoaderOptions;
 use crate::data::order::Order;
 use crate::data::preprocessing::Preprocessing;
+use crate::data::stored_logits::LogitFormat;
 use crate::data::transforms::LargeImages;
 use crate::data::{Dataset, DatasetContext, loader, streaming};
 use crate::graph::network::Network;
 use crate::job::{
-    ClassWeightsConfig, ClassWeightsRule, Job, LoaderConfig, ModelConfig, OnBadRecord, OptimizerConfig,
-    Precision, RunLength, TrainConfig,
+    ClassWeightsConfig, ClassWeightsRule, Job, LoaderConfig, LogitSource, ModelConfig, OnBadRecord,
+    OptimizerConfig, Precision, RunLength, TrainConfig,
 };
 use crate::kernels::matmul;
 use crate::layers::distillation::DistillOptions;
@@ -54,6 +55,8 @@ pub struct Setup {
     pub layout: ParamLayout,
     /// The model that this one learns from, if the job distills.
     pub teacher: Option<Teacher>,
+    /// How its logits of the training samples are stored, if they are, and the order in which it computes them.
+    pub stored_logits: Option<(LogitFormat, Order)>,
     pub order: Order,
     /// Order of the validation set, independent of the training order.
     pub valid_order: Order,
@@ -207,23 +210,35 @@ impl Setup {
         let threads = rayon::current_num_threads();
         let backend = Backend::Cpu { threads };
         let dtype = activation_dtype(job.train.precision, backend);
-        let loss = loss_options(&job, datasets.train.as_ref())?;
+        let teacher = Teacher::of(&job, datasets.valid.as_ref())?;
+        let loss = loss_options(&job, datasets.train.as_ref(), teacher.as_ref())?;
         let metrics = RequestedMetrics::of(&job, datasets.valid.features(), datasets.valid.len())?;
         let (rules, features) = (ParamRules::of_job(&job), datasets.train.features());
         let built = fused_network(&job.model, &loss, &rules, features, dtype, backend)?;
-        let teacher = Teacher::of(&job, datasets.valid.as_ref())?;
         let network = with_teacher(built.network, teacher.as_ref(), features, backend)?;
-        let mut bucket_networks = bucket_networks(&job.model, &loss, &rules, features, dtype, backend)?;
-        for BucketNetwork { features, network } in &mut bucket_networks {
-            let teacher = teacher.as_ref().map(|teacher| teacher.network(features, backend)).transpose()?;
-            network.teacher = teacher.map(Box::new);
-        }
+        let of_buckets = bucket_networks(&job.model, &loss, &rules, features, dtype, backend)?;
+        let with_its_teacher = |BucketNetwork { features, network }| {
+            let network = with_teacher(network, teacher.as_ref(), &features, backend)?;
+            Ok(BucketNetwork { features, network })
+        };
+        let bucket_networks: Result<_, ModelError> = of_buckets.into_iter().map(with_its_teacher).collect();
+        let bucket_networks = bucket_networks?;
         let samples = job.train.samples_per_update() as u64;
         let shuffle = job.data.loader.shuffle;
         let order = Order::for_dataset(datasets.train.as_ref(), samples, job.seed, shuffle, shuffle_buffer)?;
         let (valid, buffer) =
             (datasets.valid.as_ref(), shuffle_buffer.min(streaming::SEQUENTIAL_WINDOW_BYTES));
         let valid_order = Order::for_dataset(valid, valid.len(), job.seed, false, buffer)?;
+        let stored_logits = match &loss.distill {
+            Some(DistillOptions { temperature, top_k: Some(top_k), .. }) => {
+                let (train, top_k) = (datasets.train.as_ref(), *top_k);
+                let classes = num_classes(features);
+                let positions = network.loss.outputs_per_sample() / classes.max(1);
+                let format = LogitFormat { classes, top_k, positions, temperature: *temperature };
+                Some((format, Order::for_dataset(train, train.len(), job.seed, false, buffer)?))
+            }
+            _ => None,
+        };
         let total_steps = match job.train.length() {
             RunLength::Steps(steps) => steps,
             RunLength::Epochs(epochs) => epochs.saturating_mul(order.updates_per_epoch()),
@@ -255,6 +270,7 @@ impl Setup {
             datasets,
             network,
             teacher,
+            stored_logits,
             fused_elsewhere: OnceLock::new(),
             bucket_networks,
             layout: built.layout,
@@ -327,6 +343,7 @@ impl Setup {
         sets + self.large_images.extra_bytes()
             + self.order.resident_bytes()
             + self.valid_order.resident_bytes()
+            + self.stored_logits.as_ref().map_or(0, |(_, order)| order.resident_bytes())
     }
 
     /// Loader options for micro-batches of this size, within `limit` bytes.
@@ -360,7 +377,11 @@ pub(super) fn bad_record_policy(loading: &LoaderConfig) -> BadRecordPolicy {
 }
 
 /// The loss that the job states, with weights for the classes of this training set.
-fn loss_options(job: &Job, dataset: &dyn Dataset) -> Result<LossOptions, ModelError> {
+fn loss_options(
+    job: &Job,
+    dataset: &dyn Dataset,
+    teacher: Option<&Teacher>,
+) -> Result<LossOptions, ModelError> {
     let train = &job.train;
     let target = &dataset.features().target;
     let names = target.names();
@@ -388,9 +409,24 @@ fn loss_options(job: &Job, dataset: &dyn Dataset) -> Result<LossOptions, ModelEr
         }
     };
     let TrainConfig { loss: kind, huber_delta, focal_gamma, label_smoothing, .. } = *train;
-    let distill = job.distill.as_ref();
-    let distill = distill.map(|d| DistillOptions { temperature: d.temperature, weight: d.weight });
-    Ok(LossOptions { kind, huber_delta, focal_gamma, label_smoothing, class_weights, distill })
+    let distill = job.distill.as_ref().map(|distill| DistillOptions {
+        temperature: distill.temperature,
+        weight: distill.weight,
+        top_k: (distill.logits == LogitSource::Stored)
+            .then(|| distill.top_k.min(num_classes(dataset.features()))),
+    });
+    let features = job.distill.as_ref().map_or(&[][..], |distill| &distill.features);
+    let features =
+        teacher.map_or(Ok(Vec::new()), |teacher| teacher.features(features, dataset.features()))?;
+    Ok(LossOptions { kind, huber_delta, focal_gamma, label_smoothing, class_weights, distill, features })
+}
+
+/// Logits per row of a model that classifies samples or predicts tokens.
+fn num_classes(features: &Features) -> usize {
+    match (&features.target, &features.input) {
+        (TargetSpec::Tokens, InputSpec::Tokens { vocab, .. }) => *vocab,
+        (target, _) => target.names().len(),
+    }
 }
 
 /// The network with its teacher, if there is one.
@@ -400,8 +436,17 @@ fn with_teacher(
     features: &Features,
     backend: Backend,
 ) -> Result<Network, ModelError> {
-    let teacher = teacher.map(|teacher| teacher.network(features, backend)).transpose()?;
-    Ok(Network { teacher: teacher.map(Box::new), ..network })
+    let Some(teacher) = teacher else { return Ok(network) };
+    let teacher = teacher.network(features, backend)?;
+    for matched in &network.features {
+        let (ours, theirs) = (&network.blocks[matched.student], &teacher.network.blocks[matched.teacher]);
+        let (student, shape) = (ours.name.clone(), ours.output_shape());
+        let (teacher, expected) = (theirs.name.clone(), theirs.output_shape());
+        if shape[..shape.len().saturating_sub(1)] != expected[..expected.len().saturating_sub(1)] {
+            return Err(ModelError::FeatureShape { student, teacher, ours: shape, theirs: expected });
+        }
+    }
+    Ok(Network { teacher: Some(Box::new(teacher)), ..network })
 }
 
 /// The networks for padded samples of the shorter buckets.

@@ -16,8 +16,11 @@ use crate::base::regular_file;
 use crate::data::Dataset;
 use crate::data::preprocessing::Preprocessing;
 use crate::graph::network::TeacherNetwork;
-use crate::job::{Job, ModelConfig, Precision, Reductions, TeacherPrecision, job_values};
-use crate::models::{BuiltModel, LossOptions, ModelError};
+use crate::job::{
+    DistillConfig, FeatureConfig, Job, LogitSource, ModelConfig, Precision, Reductions, TeacherPrecision,
+    job_values,
+};
+use crate::models::{BuiltModel, FeatureOptions, LossOptions, ModelError, block_named};
 use crate::param_store::ParamStore;
 use crate::params::{ParamLayout, ParamRules};
 
@@ -43,6 +46,8 @@ pub struct Teacher {
     model: ModelConfig,
     reductions: Reductions,
     precision: Precision,
+    /// When it computes.
+    pub logits: LogitSource,
     pub layout: ParamLayout,
     /// The file with the EMA of the weights, if the run kept one.
     pub weights: PathBuf,
@@ -56,12 +61,13 @@ impl Teacher {
         let Some(distill) = &job.distill else { return Ok(None) };
         let path = &distill.teacher;
         let refuse = |problem| TeacherError { path: path.clone(), problem };
-        let teacher = Self::open(path, job, dataset).map_err(|problem| Failure::Teacher(refuse(problem)))?;
+        let teacher =
+            Self::open(distill, job, dataset).map_err(|problem| Failure::Teacher(refuse(problem)))?;
         Ok(Some(teacher))
     }
 
-    fn open(path: &Path, job: &Job, dataset: &dyn Dataset) -> Result<Self, String> {
-        let folder = folder(path)?;
+    fn open(distill: &DistillConfig, job: &Job, dataset: &dyn Dataset) -> Result<Self, String> {
+        let folder = folder(&distill.teacher)?;
         let read = |name: &str| {
             regular_file::read(&folder.join(name), MAX_JSON_BYTES)
                 .map_err(|error| format!("cannot be used: `{name}`: {error}"))
@@ -90,13 +96,14 @@ impl Teacher {
         let reductions = Reductions::of_job(&its_job);
         let built = crate::models::build_reduced(&its_job.model, &features, &reductions)
             .map_err(|why| format!("does not fit: {why}"))?;
-        let precision = match job.distill.as_ref().map_or(TeacherPrecision::Same, |d| d.teacher_precision) {
+        let precision = match distill.teacher_precision {
             TeacherPrecision::Same => job.train.precision,
             TeacherPrecision::F32 => Precision::F32,
             TeacherPrecision::Bf16 => Precision::Bf16,
         };
-        let model = its_job.model;
-        let teacher = Self { model, reductions, precision, layout: built.layout, weights, statistics };
+        let (model, logits) = (its_job.model, distill.logits);
+        let teacher =
+            Self { model, reductions, precision, logits, layout: built.layout, weights, statistics };
         teacher.check_names()?;
         Ok(teacher)
     }
@@ -133,7 +140,27 @@ impl Teacher {
             InputSpec::Floats { shape } => shape.iter().product(),
             InputSpec::Tabular { .. } | InputSpec::Tokens { .. } => 0,
         };
-        Ok(TeacherNetwork { network, dtype, float_inputs })
+        let every_step = self.logits == LogitSource::EveryStep;
+        Ok(TeacherNetwork { network, dtype, float_inputs, every_step })
+    }
+
+    /// The features that a job names, with the blocks that they are of.
+    pub fn features(
+        &self,
+        named: &[FeatureConfig],
+        features: &Features,
+    ) -> Result<Vec<FeatureOptions>, ModelError> {
+        if named.is_empty() {
+            return Ok(Vec::new());
+        }
+        let network = self.network(features, Backend::Cpu { threads: 1 })?.network;
+        let resolve = |feature: &FeatureConfig| {
+            let teacher = block_named("teacher", &feature.teacher, &network.blocks)?;
+            let width = network.blocks[teacher].output_shape().last().copied().unwrap_or(1);
+            let (student, weight) = (feature.student.clone(), feature.weight);
+            Ok(FeatureOptions { student, teacher, width, weight })
+        };
+        named.iter().map(resolve).collect()
     }
 
     /// Bytes of its weights on this backend, and of its running statistics.

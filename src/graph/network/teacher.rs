@@ -1,14 +1,18 @@
-//! A teacher: a trained network whose logits the loss of another one reads, computed in a type of its own.
+//! A teacher: a trained network whose logits the loss of another one reads, computed in a type of its own, in every step
+//! or once before the first.
 
-use candle_core::DType;
+use candle_core::{DType, Tensor};
 
-use super::{DeviceBatch, Executor, Network, ReservedTensor, StepResult};
-use crate::base::{MicroBatchSpec, Role};
+use super::{DeviceBatch, Executor, FeatureMatch, Network, ReservedTensor, StepResult};
+use crate::base::{MicroBatchSpec, Phase, Role};
+use crate::kernels::host;
+use crate::kernels::reference::ReferenceScope;
 use crate::layers::{Mode, PassContext};
 
 /// The names that its reservations carry.
 const INPUTS: &str = "teacher's inputs";
 const LOGITS: &str = "teacher's logits";
+const FEATURES: &str = "teacher's features";
 
 pub struct TeacherNetwork {
     pub network: Network,
@@ -16,15 +20,43 @@ pub struct TeacherNetwork {
     pub dtype: DType,
     /// Floats of a sample, which arrive in the student's type. 0 for tokens and rows of tables: those have one type.
     pub float_inputs: usize,
+    /// It computes in every step. If not, its logits were stored before the first one.
+    pub every_step: bool,
+}
+
+/// What the student compares itself with, in its type.
+#[derive(Default)]
+pub(super) struct TeacherOutput {
+    pub logits: ReservedTensor,
+    /// Those of each [`FeatureMatch`].
+    pub features: Vec<ReservedTensor>,
 }
 
 impl TeacherNetwork {
-    /// Its logits in evaluation mode, in the type of the student; nothing else of its pass stays.
-    pub(super) fn logits(
+    /// Its logits, in f32 on the host, by a pass of its own: `exec` has its weights and its type, and so have floats
+    /// among the inputs. Empty in a dry run.
+    pub fn logits_on_host(&self, exec: &Executor, inputs: Option<&Tensor>) -> StepResult<Vec<f32>> {
+        let _kernels = ReferenceScope::enter(exec.spec.backend.is_reference());
+        exec.ledger.set_phase(Phase::Teacher);
+        let x = self.network.run_blocks(exec, inputs)?;
+        let logits = self.network.output_of(exec, &x)?;
+        drop(x);
+        let outputs = self.network.loss.outputs_per_sample();
+        let _logits = exec.reserve(Role::Activations, LOGITS, exec.spec.bytes(outputs))?;
+        // As f32 where they are computed, and on the host.
+        let copies = 2 * exec.spec.batch * outputs * size_of::<f32>();
+        let _copies = exec.reserve(Role::Workspace, LOGITS, copies as u64)?;
+        let values = logits.map(|logits| host::to_vec(&logits.to_dtype(DType::F32)?));
+        Ok(values.transpose()?.unwrap_or_default())
+    }
+
+    /// Its logits and features in evaluation mode, in the type of the student; nothing else of its pass stays.
+    pub(super) fn run(
         &self,
         student: &Executor,
         batch: Option<&DeviceBatch>,
-    ) -> StepResult<ReservedTensor> {
+        matches: &[FeatureMatch],
+    ) -> StepResult<TeacherOutput> {
         let pass = student.pass.as_ref().and_then(|pass| {
             Some(PassContext { store: pass.teacher?, mode: Mode::Eval, teacher: None, ..*pass })
         });
@@ -32,14 +64,27 @@ impl TeacherNetwork {
         let exec = Executor { pass, spec, ledger: student.ledger, recompute_blocks: 0, offload: None };
         let converts = self.dtype != student.spec.dtype;
         let inputs = batch.map(|batch| &batch.inputs);
-        let x = match converts && self.float_inputs > 0 {
+        let (inputs, reserved) = match converts && self.float_inputs > 0 {
             true => {
-                let _inputs = exec.reserve(Role::Batch, INPUTS, spec.bytes(self.float_inputs))?;
-                let inputs = inputs.map(|inputs| inputs.to_dtype(self.dtype)).transpose()?;
-                self.network.run_blocks(&exec, inputs.as_ref())?
+                let reserved = exec.reserve(Role::Batch, INPUTS, spec.bytes(self.float_inputs))?;
+                (inputs.map(|inputs| inputs.to_dtype(self.dtype)).transpose()?, reserved)
             }
-            false => self.network.run_blocks(&exec, inputs)?,
+            false => (inputs.cloned(), None),
         };
+        let mut x = ReservedTensor { value: inputs.clone(), ..ReservedTensor::default() };
+        let mut features = vec![ReservedTensor::default(); matches.len()];
+        for (index, block) in self.network.blocks.iter().enumerate() {
+            x = exec.forward(&block.nodes, x, false, Mode::Eval, None)?.0;
+            for (matched, kept) in matches.iter().zip(&mut features).filter(|(one, _)| one.teacher == index) {
+                *kept = x.clone();
+                if converts {
+                    let bytes = student.spec.bytes(matched.rows * matched.outputs);
+                    kept.reservation = exec.reserve(Role::Activations, FEATURES, bytes)?;
+                    kept.value = x.value.as_ref().map(|x| x.to_dtype(student.spec.dtype)).transpose()?;
+                }
+            }
+        }
+        drop((inputs, reserved));
         let value = self.network.output_of(&exec, &x)?;
         drop(x);
         let outputs = self.network.loss.outputs_per_sample();
@@ -47,6 +92,7 @@ impl TeacherNetwork {
             exec.reserve(Role::Workspace, LOGITS, if converts { spec.bytes(outputs) } else { 0 })?;
         let reservation = exec.reserve(Role::Activations, LOGITS, student.spec.bytes(outputs))?;
         let value = value.map(|value| value.to_dtype(student.spec.dtype)).transpose()?;
-        Ok(ReservedTensor { value, reservation, requires_grad: false })
+        let logits = ReservedTensor { value, reservation, requires_grad: false };
+        Ok(TeacherOutput { logits, features })
     }
 }

@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Tensor};
 
-use super::{DeviceBatch, Executor, LayerBlock, Network, Node, ResidualNode};
+use super::{DeviceBatch, Executor, FeatureMatch, LayerBlock, Network, Node, ResidualNode, TeacherNetwork};
 use crate::graph::offload::ActivationOffload;
 use crate::kernels::Activation;
 use crate::layers::cross_entropy::CrossEntropy;
@@ -12,7 +12,7 @@ use crate::layers::gradcheck::{
 };
 use crate::layers::linear::{Linear, LinearOptions};
 use crate::layers::norm::NormLayer;
-use crate::layers::{Layer, Mode};
+use crate::layers::{Layer, Mode, PassContext};
 use crate::memory::Ledger;
 use crate::params::{ParamInit, ParamRegistry};
 
@@ -90,6 +90,7 @@ fn network(d: &mut ParamRegistry, sizes: TestSizes) -> Network {
         blocks: nodes.into_iter().enumerate().map(block).collect(),
         loss: Box::new(loss),
         teacher: None,
+        features: Vec::new(),
     }
 }
 
@@ -141,6 +142,90 @@ fn gradients_match_finite_differences() {
     for (i, (weight, grad)) in subject.store.weight_views().iter().zip(subject.store.grad_views()).enumerate()
     {
         assert_gradient(&subject.store.layout.params.spec(i).name, grad, finite_differences(weight, &loss));
+    }
+}
+
+/// A student with features of a wider teacher, two of them of one block, and the weights of both.
+struct Taught {
+    network: Network,
+    student: TestContext,
+    teacher: TestContext,
+}
+
+impl Taught {
+    fn new(dtype: DType, teacher_dtype: DType) -> Self {
+        let (mut theirs, mut ours) = (ParamRegistry::default(), ParamRegistry::default());
+        let width = SMALL.width + 8;
+        let teacher = network(&mut theirs, TestSizes { width, ..SMALL }).fuse(test_spec(1, teacher_dtype));
+        let mut network = network(&mut ours, SMALL);
+        let (rows, inputs) = (SMALL.length, SMALL.width);
+        for (i, (student, teacher)) in [(1, 1), (1, 2), (3, 0)].into_iter().enumerate() {
+            let name = format!("distill.features.{i}");
+            let map = ours.table(format!("{name}.weight"), [width, inputs], ParamInit::Normal(0.1));
+            let (target_rows, weight) = (rows, 0.5 + i as f64);
+            network.features.push(FeatureMatch {
+                name,
+                student,
+                teacher,
+                map,
+                inputs,
+                outputs: width,
+                rows,
+                target_rows,
+                weight,
+            });
+        }
+        let float_inputs = 7 * SMALL.length;
+        let teacher =
+            TeacherNetwork { network: teacher, dtype: teacher_dtype, float_inputs, every_step: true };
+        network.teacher = Some(Box::new(teacher));
+        let network = network.fuse(test_spec(1, dtype));
+        let student = TestContext::new(ours, dtype, SMALL.batch);
+        Self { network, student, teacher: TestContext::new(theirs, teacher_dtype, SMALL.batch) }
+    }
+
+    fn run(&self, dtype: DType, recompute_blocks: usize, ledger: &Ledger) -> f64 {
+        let pass = PassContext { teacher: Some(&self.teacher.store), ..self.student.pass(Mode::Train) };
+        let spec = test_spec(SMALL.batch, dtype);
+        let exec = Executor { pass: Some(pass), spec, ledger, recompute_blocks, offload: None };
+        self.network.forward_backward(&exec, Some(&batch(dtype, SMALL))).unwrap().read().unwrap().loss
+    }
+}
+
+#[test]
+fn gradients_of_features_match_finite_differences() {
+    let (taught, ledger) = (Taught::new(DType::F64, DType::F64), Ledger::planning());
+    let loss = || taught.run(DType::F64, 0, &ledger);
+    loss();
+    let store = &taught.student.store;
+    let grads: Vec<Tensor> = store.grad_views().iter().map(|grad| grad.copy().unwrap()).collect();
+    for (i, (weight, grad)) in store.weight_views().iter().zip(&grads).enumerate() {
+        assert_gradient(&store.layout.params.spec(i).name, grad, finite_differences(weight, &loss));
+    }
+}
+
+/// Recomputed blocks change no bit of it, and the plan has all of it, with a teacher of another type too.
+#[test]
+fn features_are_recomputed_and_planned() {
+    for (dtype, teacher_dtype) in
+        [(DType::F32, DType::F32), (DType::F32, DType::BF16), (DType::BF16, DType::BF16)]
+    {
+        let run = |recompute| {
+            let (taught, ledger) = (Taught::new(dtype, teacher_dtype), Ledger::planning());
+            let loss = taught.run(dtype, recompute, &ledger);
+            (loss, to_f64_vec(&taught.student.store.grads), ledger.peak())
+        };
+        let (kept, recomputed) = (run(0), run(4));
+        assert!(kept.1.iter().all(|g| g.is_finite()) && kept.0 > 0.0);
+        assert_eq!((kept.0, &kept.1), (recomputed.0, &recomputed.1));
+        for (recompute, peak) in [(0, kept.2), (4, recomputed.2)] {
+            let (taught, ledger) = (Taught::new(dtype, teacher_dtype), Ledger::planning());
+            let spec = test_spec(SMALL.batch, dtype);
+            let exec =
+                Executor { pass: None, spec, ledger: &ledger, recompute_blocks: recompute, offload: None };
+            taught.network.forward_backward(&exec, None).unwrap();
+            assert_eq!(ledger.peak(), peak);
+        }
     }
 }
 

@@ -199,6 +199,7 @@ pub(super) const KEYS: &[(&str, &str, &str)] = &[
     ("quantize.begin_step", "", "quant_delay delay_steps delay"),
     ("distill.teacher", "", "teacher_model teacher_path"),
     ("distill.weight", "", "alpha kd_weight"),
+    ("distill.top_k", "", "k topk num_logits"),
     ("log.every_steps", "", "logging_steps log_every_n_steps log_interval log_every logging_interval"),
     ("log.tensorboard", "", "tensorboard_dir use_tensorboard"),
     ("log.mlflow", "", "mlflow_uri mlflow_tracking_uri tracking_uri"),

@@ -5,6 +5,7 @@ use super::{RunOptions, UpdateError};
 use crate::base::{Phase, Role};
 use crate::data::DataError;
 use crate::data::loader::Loader;
+use crate::data::stored_logits::StoredLogits;
 use crate::events::Reporter;
 use crate::events::activity::Work;
 use crate::events::event::Event;
@@ -37,13 +38,15 @@ pub(super) struct TrainLoader {
 }
 
 impl<'a> RunContext<'a> {
-    /// Allocates the tensors of a run. `graphs` permits capturing GPU passes as CUDA graphs.
+    /// Allocates the tensors of a run. `graphs` permits capturing GPU passes as CUDA graphs; `logits` are those of the
+    /// teacher, if they are stored.
     pub fn new(
         setup: &'a Setup,
         options: &'a RunOptions,
         folder: &'a RunDir,
         plan: ExecutionPlan,
         graphs: bool,
+        logits: Option<StoredLogits>,
         report: &'a mut Reporter,
     ) -> Result<Self, Failure> {
         let ledgers = Ledgers::new(setup, options.ram, options.injected_oom.clone());
@@ -51,7 +54,7 @@ impl<'a> RunContext<'a> {
             ledgers.tensors.record();
             ledgers.host.record();
         }
-        let engine = match Engine::new(setup, ledgers.clone(), plan, graphs) {
+        let mut engine = match Engine::new(setup, ledgers.clone(), plan, graphs) {
             // There is no smaller plan for the weights themselves: retry once as is.
             Err(StepError::Oom(oom)) => {
                 report.record(oom_event(0, &oom))?;
@@ -64,6 +67,9 @@ impl<'a> RunContext<'a> {
             other => other?,
         };
         engine.load_teacher()?;
+        if logits.is_some() {
+            engine.stored_logits = logits;
+        }
         let position = Position::start(setup.total_steps.min(options.max_steps.unwrap_or(u64::MAX)));
         Ok(Self { setup, options, folder, engine, train_loader: None, position, report })
     }

@@ -84,7 +84,7 @@ pub(super) struct PlannedRun {
 }
 
 /// Fingerprints the data. `recorded` is the fingerprint in the checkpoint being resumed.
-fn fingerprint(
+pub(super) fn fingerprint(
     setup: &Setup,
     recorded: Option<&DataFingerprint>,
     opening: &DatasetContext,
@@ -168,13 +168,15 @@ fn check_same_experiment(
     }
 }
 
-/// Refuses to start if the disk has no space for the checkpoints the run will keep.
-pub(super) fn check_disk_space(folder: &RunDir, plan: &MemoryPlan) -> Result<(), Failure> {
+/// Refuses to start if the disk has no space for the checkpoints the run will keep, and for `logits` bytes of the
+/// teacher's logits.
+pub(super) fn check_disk_space(folder: &RunDir, plan: &MemoryPlan, logits: u64) -> Result<(), Failure> {
     let present = Checkpoints::new(folder.checkpoints()).bytes();
-    let needed = plan.disk.checkpoints_bytes.saturating_sub(present);
+    let needed = plan.disk.checkpoints_bytes.saturating_sub(present).saturating_add(logits);
     match folder.free_bytes() {
         Some(free) if free < needed => {
-            Err(Failure::DiskTooSmall { folder: folder.root.clone(), free, needed })
+            let what = if logits > 0 { "checkpoints and the teacher's logits" } else { "checkpoints" };
+            Err(Failure::DiskTooSmall { folder: folder.root.clone(), free, needed, what })
         }
         _ => Ok(()),
     }

@@ -450,6 +450,39 @@ fn set_distill(draw: &mut Draw, job: &mut Table, classes: bool) {
     if draw.chance(0.5) {
         table.set("teacher_precision", draw.pick(&["same", "f32", "bf16"]));
     }
+    // Inputs that change from epoch to epoch have no logits to store.
+    let changes = data.contains_key("augment")
+        || matches!(text("kind"), "text" | "tokens") && text("windows") != "fixed";
+    match draw.below(3) {
+        0 if !changes => {
+            table.set("logits", "stored");
+            if draw.chance(0.7) {
+                table.number("top_k", draw.pick(&[1, 3, 8]));
+            }
+        }
+        1 => drop(table.set("logits", "every_step")),
+        _ => {}
+    }
+    // The teacher is a model of the same job, and so has the same blocks.
+    let block = match job["model"]["kind"].as_str().unwrap_or_default() {
+        "cnn" => "stages.0",
+        "gpt" => "transformer.h.0",
+        "llama" => "model.layers.0",
+        "bert" => "bert.encoder.layer.0",
+        "vit" => "encoder.layers.encoder_layer_0",
+        "resnet" => "layer1.0",
+        "mobilenet" => "features.1",
+        _ => "",
+    };
+    if !block.is_empty() && table.get("logits").and_then(Value::as_str) != Some("stored") && draw.chance(0.4)
+    {
+        let mut feature = Table::new();
+        feature.set("student", block).set("teacher", block);
+        if draw.chance(0.7) {
+            feature.set("weight", draw.pick(&[0.0, 0.1, 1.0]));
+        }
+        table.set("features", Value::Array(vec![Value::Table(feature)]));
+    }
     job.set("distill", table);
 }
 
