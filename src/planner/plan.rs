@@ -44,7 +44,7 @@ pub struct MemoryPlan {
     pub phases: Vec<PhasePeak>,
     /// The pruned model, if the job prunes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub pruned: Option<PrunedModel>,
+    pub pruned: Option<Box<PrunedModel>>,
     /// What one sample takes with the trained model, if the job prunes or distills.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub prediction: Option<SmallerModel>,

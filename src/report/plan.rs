@@ -41,7 +41,7 @@ pub fn lines(plan: &MemoryPlan, display: DisplayOptions) -> Vec<String> {
     if plan.trained_parameters < plan.parameters {
         out.push(format!("       {}", parameter_counts(plan.parameters, plan.trained_parameters)));
     }
-    out.extend(plan.pruned.map(|model| format!("       {}", pruned_model(model))));
+    out.extend(plan.pruned.as_deref().map(|model| format!("       {}", pruned_model(*model))));
     out.extend(
         plan.prediction.iter().flat_map(prediction_rows).map(|(name, cost)| format!("       {name}: {cost}")),
     );
@@ -384,7 +384,7 @@ plan   fits after shrinking on cpu: ram 212 MiB of 256 MiB (82.8 %) at the peak,
             pruned_model(PrunedModel { units: Some(units), ..model }),
             "40 of 80 channels removed, 80.0 % of 1,000,000 weights: 4.00 MiB, about 1.00 MiB gzipped"
         );
-        let plan = MemoryPlan { pruned: Some(model), ..fixtures::plan() };
+        let plan = MemoryPlan { pruned: Some(Box::new(model)), ..fixtures::plan() };
         let expected = "\n       80.0 % of 1,000,000 weights pruned: 4.00 MiB, about 1.00 MiB gzipped\n";
         assert!(text(&plan, DisplayOptions::default()).contains(expected));
     }

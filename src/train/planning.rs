@@ -56,7 +56,7 @@ impl Setup {
             plan.advice = Some(image);
         }
         let (parameters, trained_parameters) = (self.num_parameters(), self.num_trained());
-        let (disk, pruned) = (self.disk(plan.chosen.optimizer), self.pruned_model());
+        let (disk, pruned) = (self.disk(plan.chosen.optimizer), self.pruned_model().map(Box::new));
         let prediction = self.smaller_model();
         MemoryPlan { disk, parameters, trained_parameters, pruned, prediction, ..plan }
     }
