@@ -161,7 +161,9 @@ fn the_teacher_retries_in_smaller_batches() {
     finish(faulty.env("TRAINER_FAULT_OOM", "3,30")).expect(0);
     let all = events(&at.join("faulty"));
     let oom = named(&all, "oom");
-    assert!(oom.len() == 2 && oom.iter().all(|oom| oom["phase"] == "teacher"), "{oom:?}");
+    // Training has a ledger of its own, which counts again.
+    let of_teacher = oom.iter().filter(|oom| oom["phase"] == "teacher").count();
+    assert!(of_teacher == 2 && oom.len() == 4, "{oom:?}");
     let faulty = losses(&all);
     fs::remove_dir_all(at.join("runs/.data")).unwrap();
     let whole = fit(at, "run", &[]);
@@ -208,8 +210,9 @@ fn features_change_nothing() {
         let plan = trainer(at, &["plan", "job.toml", "--json", "--ram", "1GiB"]).expect(0).json();
         let parameters = plan["parameters"].as_u64().unwrap();
         assert_eq!(plan["prediction"]["model"]["parameters"].as_u64(), Some(parameters - maps));
-        // Our kernels and candle's own operations agree, in every split.
-        trainer(at, &["verify", "job.toml", "-q", "--updates", "2"]).expect(0);
+        // Our kernels and candle's own operations agree, in every split. The latter compute in f32.
+        let same = ["--set", "distill.teacher_precision=same"];
+        trainer(at, &[&["verify", "job.toml", "-q", "--updates", "2"], &same[..]].concat()).expect(0);
     }
 }
 
@@ -242,7 +245,7 @@ fn features_that_do_not_fit_are_refused() {
     };
     let text = refused("stage.1", "stages.1", "");
     assert!(
-        text.contains("names `stage.1`, which is no block of the model; its blocks are `stages.0`"),
+        text.contains("names `stage.1`, which is no block of the model; its blocks are `stages.1`"),
         "{text}"
     );
     let text = refused("stages.1", "stages.7", "");

@@ -122,6 +122,7 @@ pub enum Event {
     TeacherLogits {
         /// Their file.
         path: String,
+        /// Samples in the training set.
         samples: u64,
         /// Size of the file.
         bytes: u64,

@@ -484,7 +484,9 @@ fn distill_contradictions(job: &Job, tree: &DeTable, report: &mut impl FnMut(&st
     if let Some((what, change)) = changing {
         report(
             "distill.logits",
-            format!("`distill.logits` is \"stored\", and {what} gives a sample other inputs in every epoch"),
+            format!(
+                "`distill.logits` is \"stored\", but with {what} a sample has other inputs in every epoch"
+            ),
             format!("{change}, or let the teacher compute in every step: `logits = \"every_step\"`"),
         );
     }

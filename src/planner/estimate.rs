@@ -480,7 +480,9 @@ impl<'a> Estimator<'a> {
         let prefetch = s.loader_bytes(batch, exec_plan.prefetch);
         all.push(s.allocation(Role::DataPipeline, "prefetch", prefetch));
         if let Some(format) = s.stored_logits {
-            let bytes = format.file_bytes(batch as u64) + FILE_BUFFER_BYTES;
+            let computed = 4 * (batch * format.positions * format.classes) as u64;
+            let on_host = if s.on_device() { computed } else { 0 };
+            let bytes = format.file_bytes(batch as u64) + FILE_BUFFER_BYTES + on_host;
             all.push(s.allocation(Role::DataPipeline, STORED_LOGITS, bytes));
         }
         all

@@ -86,11 +86,8 @@ pub fn run_plan(
     };
     plan.chosen = plan.chosen.with_split(exec_plan.split());
     let logits = LogitEntry::find(setup, &options)?;
-    startup::check_disk_space(
-        &folder,
-        &plan,
-        logits.as_ref().map_or(0, |logits| logits.missing_bytes(setup)),
-    )?;
+    let missing_bytes = logits.as_ref().map_or(0, |logits| logits.missing_bytes(setup));
+    startup::check_disk_space(&folder, &plan, missing_bytes)?;
     startup::write_run_files(&folder, setup, &plan)?;
     let mut report = report(&folder, resumed)?;
     startup::report_start(&mut report, setup, &options, &folder, &plan)?;
@@ -100,10 +97,12 @@ pub fn run_plan(
     options.signals.begin();
     let mut step = 0;
     let logits = logits.map_or(Ok(None), |logits| logits.open(setup, &options, exec_plan, &mut report));
+    let teacher_vram = if missing_bytes > 0 { teacher_logits::end_phase(setup, exec_plan) } else { 0 };
     let context = logits
         .and_then(|logits| RunContext::new(setup, &options, &folder, exec_plan, graphs, logits, &mut report));
     let result = context.and_then(|ctx| {
-        let memory = MemoryControl::new(plan, backoff, options.pressure_monitor.clone());
+        let mut memory = MemoryControl::new(plan, backoff, options.pressure_monitor.clone());
+        memory.vram_peak = teacher_vram;
         let mut run = Run::new(ctx, memory, &folder);
         let outcome = run.load(newest).and_then(|()| run.train());
         step = run.ctx.position.step;

@@ -199,8 +199,13 @@ fn gradients_of_features_match_finite_differences() {
     loss();
     let store = &taught.student.store;
     let grads: Vec<Tensor> = store.grad_views().iter().map(|grad| grad.copy().unwrap()).collect();
+    // Before, in and after the blocks with features.
+    let checked = ["distill.", "in.", "c.second.", "d.norm.", "norm."];
     for (i, (weight, grad)) in store.weight_views().iter().zip(&grads).enumerate() {
-        assert_gradient(&store.layout.params.spec(i).name, grad, finite_differences(weight, &loss));
+        let name = &store.layout.params.spec(i).name;
+        if checked.iter().any(|start| name.starts_with(start)) {
+            assert_gradient(name, grad, finite_differences(weight, &loss));
+        }
     }
 }
 

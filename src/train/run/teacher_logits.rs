@@ -20,7 +20,7 @@ use crate::events::activity::Work;
 use crate::events::event::Event;
 use crate::graph::network::{Executor, StepError};
 use crate::layers::{Mode, PassContext};
-use crate::memory::{Oom, Reservation, resident_limit};
+use crate::memory::{Oom, Reservation, measure, resident_limit};
 use crate::param_store::ParamStore;
 use crate::planner::ExecutionPlan;
 use crate::planner::estimate::{Allocation, batch_bytes};
@@ -105,6 +105,16 @@ impl LogitEntry {
         report.record(Event::TeacherLogits { path: shown, samples, bytes, was_stored, seconds })?;
         Ok(Some(StoredLogits::open(&path, *format, samples)?))
     }
+}
+
+/// Gives the memory of the teacher back, so that updates are compared with what they take alone. Returns the device bytes
+/// that the teacher took at its peak.
+pub(super) fn end_phase(setup: &Setup, plan: ExecutionPlan) -> u64 {
+    measure::take_recent_peak();
+    if setup.gpu.is_none() {
+        measure::set_planned_peak(setup.peak_bytes(plan).saturating_sub(setup.process.non_heap));
+    }
+    setup.gpu.as_ref().map_or(0, |gpu| gpu.take_recent_peak())
 }
 
 /// Writes the logits of all samples. After an out-of-memory error it continues with smaller micro-batches. Returns
