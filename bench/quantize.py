@@ -4,9 +4,9 @@
     python bench/quantize.py --trainer target/release/trainer --mnist path/to/mnist [--epochs 2] [--runtimes]
 
 With --text: a character-level GPT, its perplexity on the validation tenth in f32 and in 4 bits, rounded to the nearest
-and by GPTQ, in blocks of 32 (GGUF) and of 128 (ONNX). With --mnist: a MobileNet in f32 and in 8 bits, calibrated after
-training; --runtimes also runs the files in onnxruntime and LiteRT (ai-edge-litert), whichever is installed. Accuracies
-are of the test set.
+and by GPTQ, in blocks of 32 (GGUF) and of 128 (ONNX). With --mnist, or another set in its format: a MobileNet in f32 and
+in 8 bits, calibrated after training and trained with rounding (`quantize.training`) for as many epochs; --runtimes also
+runs the files in onnxruntime and LiteRT (ai-edge-litert), whichever is installed. Accuracies are of the test set.
 """
 
 import argparse
@@ -48,7 +48,7 @@ MOBILENET = """
 seed = 1
 [model]
 kind = "mobilenet"
-width = 0.35
+width = {width}
 stem = "small"
 dropout = 0.0
 [data]
@@ -133,12 +133,19 @@ def litert_accuracy(path, mnist):
 
 def images(args, folder):
     mnist = args.mnist.resolve()
-    fit(args, folder, "floats", MOBILENET.format(mnist=mnist, epochs=args.epochs))
+    job = MOBILENET.format(mnist=mnist, epochs=args.epochs, width=args.width)
+    fit(args, folder, "floats", job)
+    fit(args, folder, "rounded", f"{job}[quantize]\ntraining = true\n")
+    int8 = ["--quantize", "int8"]
     print("| model | accuracy | in the runtime | bytes |\n|---|---|---|---|")
-    for name, words in [("f32", []), ("int8", ["--quantize", "int8"])]:
+    for name, run, words in [
+        ("f32", "floats", []),
+        ("int8, calibrated", "floats", int8),
+        ("int8, trained", "rounded", int8),
+    ]:
         for form, accuracy in [("onnx", onnxruntime_accuracy), ("tflite", litert_accuracy)]:
-            out = f"{form}-{name}"
-            metrics, size = export(args, folder, "floats", out, "--format", form, *words)
+            out = f"{form}-{run}-{len(words)}"
+            metrics, size = export(args, folder, run, out, "--checkpoint", "last", "--format", form, *words)
             measured = "-"
             if args.runtimes:
                 try:
@@ -155,6 +162,7 @@ def main():
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--mnist", type=pathlib.Path)
     parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--width", type=float, default=0.35, help="of the MobileNet")
     parser.add_argument("--runtimes", action="store_true")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:

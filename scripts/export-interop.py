@@ -68,6 +68,10 @@ CASES = {
     "bert": f"layers = 2\nheads = 2\nwidth = 32\nhidden = 64\ncontext = {CONTEXT}",
     "layers": "layers = [{ kind = 'conv', channels = 8, padding = 1 }, { kind = 'silu' }, { kind = 'global_pool' }]",
 }
+# Models of which half of the channels or heads are pruned.
+PRUNED = ["mlp+channels", "cnn+channels", "resnet+channels", "mobilenet+channels", "vit+channels", "vit+heads",
+          "gpt+channels", "gpt+heads", "llama+channels", "llama+heads", "bert+channels", "bert+heads"]
+CASES |= {name: CASES[name.split("+")[0]] for name in PRUNED}
 # What tokenizers must agree on.
 TEXTS = ["the quick fox", " two  spaces", "naïve café €5", "line\n\nline\ttab 12345", "don't, can't; won't!", "日本語 🦊"]
 LLAMA3_PATTERN = (
@@ -373,12 +377,16 @@ def trained(build, root, only):
     for name, keys in CASES.items():
         if only not in name:
             continue
-        kind, folder = name.split("-")[0], root / name
+        kind, folder = re.split("[-+]", name)[0], root / name
+        structure = name.partition("+")[2]
+        prune = f'[prune]\nstructure = "{structure}"\nschedule = "constant"\nfinal = 0.5\nbegin_step = 10\n'
+        # Sizes that these formats cannot state.
+        refused = structure == "heads" and kind != "llama" or structure and kind in ("resnet", "mobilenet")
         folder.mkdir()
         data, samples = write_data(kind, name, folder)
         (folder / "job.toml").write_text(
             f'[model]\nkind = "{kind}"\n{keys}\n[data]\n{data}\n[train]\nbatch_size = {BATCH}\nsteps = 20\n'
-            "[log]\ntensorboard = false\n"
+            f"[log]\ntensorboard = false\n{prune if structure else ''}"
         )
         run = lambda *command: subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL)
         run(build / "trainer", "fit", "job.toml", "--run-dir", "run", "-q")
@@ -386,7 +394,7 @@ def trained(build, root, only):
         exports = {}
         for form, kinds in FORMATS.items():
             dtypes = ("f32",) if form == "tflite" else ("f32", "f16")
-            for dtype in dtypes if kind in kinds else ():
+            for dtype in dtypes if kind in kinds and not (refused and form in ("hf", "gguf")) else ():
                 exports[form, dtype] = target = folder / f"{form}-{dtype}"
                 run(
                     build / "trainer", "export", "run", "--checkpoint", "last", "--format", form, "--dtype", dtype,

@@ -1,11 +1,13 @@
 //! The flat buffers behind a `ParamLayout`, and their views.
 
 use std::ops::Range;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use candle_core::{DType, Device, Result, Tensor};
 use rayon::prelude::*;
 
 use crate::base::random::{RngKey, stream_id};
+use crate::kernels::fake_quantize::round_rows;
 use crate::kernels::update::cast_into;
 use crate::params::{FlatLayout, ParamId, ParamInit, ParamLayout, TensorSpec};
 
@@ -17,12 +19,16 @@ pub struct ParamStore {
     /// Master weights of the trained parameters, flat: f32 (f64 in tests that use finite differences).
     pub master_weights: Tensor,
     /// All parameters in the compute dtype. Begins with the values of the master weights: a view of this buffer if that
-    /// is their dtype.
+    /// is their dtype and nothing is rounded.
     pub compute_weights: Tensor,
     /// Gradients of the trained parameters, flat, in the master dtype.
     pub grads: Tensor,
     /// Running statistics, flat, in the master dtype.
     pub stats: Tensor,
+    /// The compute weights are a buffer of their own: they have another dtype, or are rounded.
+    has_compute_copy: bool,
+    /// Whether the compute weights are rounded to 8-bit integers, as `[quantize]` says.
+    rounds: AtomicBool,
     weight_views: Vec<Tensor>,
     /// `None` for a frozen parameter.
     grad_views: Vec<Option<Tensor>>,
@@ -35,7 +41,8 @@ impl ParamStore {
         let master_dtype = if compute_dtype == DType::F64 { DType::F64 } else { DType::F32 };
         let (params, trained_len) = (&layout.params, layout.params.trained_len);
         let stats = init_values(layout.stats.iter(), layout.stats.len, seed, master_dtype, device)?;
-        let (master_weights, compute_weights) = if compute_dtype == master_dtype {
+        let has_compute_copy = compute_dtype != master_dtype || layout.params.quantized().next().is_some();
+        let (master_weights, compute_weights) = if !has_compute_copy {
             let all = init_values(params.iter(), params.len, seed, master_dtype, device)?;
             (all.narrow(0, 0, trained_len)?, all)
         } else {
@@ -59,6 +66,8 @@ impl ParamStore {
             compute_weights,
             grads,
             stats,
+            has_compute_copy,
+            rounds: AtomicBool::new(false),
             weight_views,
             grad_views,
             stat_views,
@@ -81,18 +90,36 @@ impl ParamStore {
             compute_weights,
             grads,
             stats,
+            has_compute_copy: false,
+            rounds: AtomicBool::new(false),
         })
     }
 
-    /// Copies the master weights to the compute weights.
+    /// Copies the master weights to the compute weights, rounded if they are to be.
     pub fn sync_compute_weights(&self) -> Result<()> {
-        match self.compute_weights.dtype() == self.master_weights.dtype() {
-            true => Ok(()),
-            false => {
-                let trained = self.compute_weights.narrow(0, 0, self.layout.params.trained_len)?;
-                cast_into(&self.master_weights, &trained)
-            }
+        if self.has_compute_copy {
+            let trained = self.compute_weights.narrow(0, 0, self.layout.params.trained_len)?;
+            cast_into(&self.master_weights, &trained)?;
         }
+        if self.rounds.load(Ordering::Relaxed) { self.round_compute_weights() } else { Ok(()) }
+    }
+
+    /// Whether weights that layers compute with are rounded to 8-bit integers from the next
+    /// [`sync_compute_weights`](Self::sync_compute_weights) on. Frozen weights, which have no master weights, stay as
+    /// they were rounded.
+    pub fn set_rounding(&self, rounds: bool) {
+        self.rounds.store(rounds, Ordering::Relaxed);
+    }
+
+    fn round_compute_weights(&self) -> Result<()> {
+        let is_exact = self.compute_weights.dtype() == self.master_weights.dtype();
+        for (spec, range) in self.layout.params.quantized() {
+            let slice = |buffer: &Tensor| buffer.narrow(0, range.start, range.len());
+            let has_master = !is_exact && range.end <= self.layout.params.trained_len;
+            let master = has_master.then(|| slice(&self.master_weights)).transpose()?;
+            round_rows(master.as_ref(), &slice(&self.compute_weights)?, spec.shape[0])?;
+        }
+        Ok(())
     }
 
     /// A copy of the master weights in a buffer of its own. `Tensor::copy` would copy the buffer that they are a view

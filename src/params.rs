@@ -7,12 +7,14 @@
 
 pub mod matrices;
 pub mod rules;
+pub mod units;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
 pub use matrices::MatrixLayer;
 pub use rules::{ParamRules, RulesError, matching_layers, near_names};
+pub use units::{UnitGroup, UnitSlice};
 
 /// A parameter, by declaration order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -45,6 +47,13 @@ pub enum MemoryFormat {
     /// in) because images are channels-last.
     ChannelsLast,
 }
+
+/// The running statistic with the range of the activations at a point of a network.
+pub fn activation_range_name(point: &str) -> String {
+    format!("{point}{ACTIVATION_RANGE}")
+}
+
+const ACTIVATION_RANGE: &str = ".activation_range";
 
 /// What layers do with a tensor of two or more dimensions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -82,6 +91,16 @@ impl TensorSpec {
         self.shape.get(axis).copied().unwrap_or(1)
     }
 
+    /// Whether it is the range of activations, see [`activation_range_name`].
+    pub fn is_activation_range(&self) -> bool {
+        self.name.ends_with(ACTIVATION_RANGE)
+    }
+
+    /// Whether layers multiply inputs with it: a matrix or filters, no bias, norm or embedding.
+    fn is_matrix(&self) -> bool {
+        self.shape.len() >= 2 && self.usage != TensorUse::Table
+    }
+
     /// The shape of the view in the buffer.
     pub fn stored_shape(&self) -> Vec<usize> {
         match (self.memory_format, self.shape.as_slice()) {
@@ -116,16 +135,22 @@ pub(crate) struct Placement {
     group: usize,
     /// `[prune]` may set its weights to zero.
     pruned: bool,
+    /// `[quantize]` rounds its weights.
+    quantized: bool,
 }
 
 impl Placement {
-    const DEFAULT: Self = Self { trained: true, group: 0, pruned: false };
+    const DEFAULT: Self = Self { trained: true, group: 0, pruned: false, quantized: false };
 }
 
 impl ParamRegistry {
     /// Parameters are frozen and grouped by these rules.
     pub fn with_rules(rules: ParamRules) -> Self {
         Self { rules, ..Self::default() }
+    }
+
+    pub fn rules(&self) -> &ParamRules {
+        &self.rules
     }
 
     /// The rules that match `alias` also apply to the parameter `name`, which is declared afterwards.
@@ -202,9 +227,14 @@ impl ParamRegistry {
         let any = |is: fn(&Placement) -> bool| self.placements.is_empty() || self.placements.iter().any(is);
         match (any(|placement| placement.trained), any(|placement| placement.pruned)) {
             (false, _) => Err(RulesError::AllFrozen),
-            (true, false) if self.rules.prunes() => Err(RulesError::NothingPruned),
+            (true, false) if self.rules.prunes_weights() => Err(RulesError::NothingPruned),
             _ => Ok(()),
         }
+    }
+
+    /// Whether the model computes with values that are rounded to 8-bit integers.
+    pub fn quantizes(&self) -> bool {
+        self.rules.quantizes()
     }
 
     /// Lays out all parameters and statistics.
@@ -218,7 +248,7 @@ impl ParamRegistry {
         let stats = vec![Placement::DEFAULT; self.stats.len()];
         let stats = FlatLayout::new(self.stats, &stats, &ParamRules::default());
         let params = FlatLayout::new(self.params, &self.placements, &self.rules);
-        Ok(ParamLayout { params, stats, matrices: self.matrices })
+        Ok(ParamLayout { params, stats, matrices: self.matrices, units: Vec::new() })
     }
 }
 
@@ -229,6 +259,31 @@ pub struct ParamLayout {
     pub stats: FlatLayout,
     /// Linear layers and convolutions that are, or may be, factorized.
     pub matrices: Vec<MatrixLayer>,
+    /// Channels or heads that `[prune]` may set to zero.
+    pub units: Vec<UnitGroup>,
+}
+
+impl ParamLayout {
+    /// `[prune]` may set the units of these groups to zero, where `rules` allow it.
+    pub(crate) fn prune_units(
+        &mut self,
+        groups: Vec<UnitGroup>,
+        rules: &ParamRules,
+    ) -> Result<(), RulesError> {
+        let frozen: BTreeSet<&str> = self.params.frozen().map(|(spec, _)| spec.name.as_str()).collect();
+        let may_prune = |group: &UnitGroup| {
+            let mut tensors = group.slices.iter().map(|slice| slice.tensor.as_str());
+            group.units > 1 && tensors.all(|tensor| !frozen.contains(tensor) && !rules.skips(tensor))
+        };
+        let groups: Vec<UnitGroup> = groups.into_iter().filter(may_prune).collect();
+        rules.check_units(&groups)?;
+        let tensors: BTreeSet<&str> =
+            groups.iter().flat_map(|group| &group.slices).map(|slice| slice.tensor.as_str()).collect();
+        let pruned = self.params.specs.iter().map(|spec| tensors.contains(spec.name.as_str()));
+        self.params.pruned = pruned.collect();
+        self.units = groups;
+        Ok(())
+    }
 }
 
 /// Named ranges of one buffer.
@@ -240,6 +295,8 @@ pub struct FlatLayout {
     offsets: Vec<usize>,
     /// Whether `[prune]` may set weights to zero, in declaration order.
     pruned: Vec<bool>,
+    /// Whether `[quantize]` rounds weights, in declaration order.
+    quantized: Vec<bool>,
     /// Indices in buffer order.
     buffer_order: Vec<usize>,
     /// Number of values in the buffer.
@@ -289,7 +346,8 @@ impl FlatLayout {
         }
         let groups = groups.into_iter().map(|(_, group)| group).collect();
         let pruned = placements.iter().map(|placement| placement.pruned).collect();
-        Self { specs, offsets, pruned, buffer_order, len, trained_len, groups }
+        let quantized = placements.iter().map(|placement| placement.quantized).collect();
+        Self { specs, offsets, pruned, quantized, buffer_order, len, trained_len, groups }
     }
 
     /// Specs and ranges in buffer order.
@@ -313,6 +371,12 @@ impl FlatLayout {
     /// Number of values in [`pruned`](Self::pruned).
     pub fn pruned_len(&self) -> usize {
         self.pruned().map(|(_, range)| range.len()).sum()
+    }
+
+    /// The ones of [`iter`](Self::iter) that `[quantize]` rounds, frozen ones too.
+    pub fn quantized(&self) -> impl Iterator<Item = (&TensorSpec, Range<usize>)> {
+        let quantized = self.buffer_order.iter().map(|&i| self.quantized[i]);
+        self.iter().zip(quantized).filter_map(|(param, quantized)| quantized.then_some(param))
     }
 
     /// The frozen ones of [`iter`](Self::iter), with ranges that count from the first of them.

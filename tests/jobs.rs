@@ -113,6 +113,14 @@ fn contradictions() {
 }
 
 #[test]
+fn values_that_cannot_be_rounded_are_named() {
+    let gpt = "[model]\nkind = \"gpt\"\n[data]\nkind = \"text\"\ntrain = \"x.txt\"\n[train]\nsteps = 10\n";
+    check("quantize_kind", &format!("{gpt}[quantize]\ntraining = true\nbegin_step = 20\n"));
+    check("quantize_off", &format!("{GOOD}[quantize]\nbegin_step = 20\n"));
+    check("quantize_synonyms", &format!("{GOOD}[qat]\nquant_delay = 20\n"));
+}
+
+#[test]
 fn a_loss_or_a_metric_of_another_task_is_named() {
     check("metric_of_another_task", &format!("{GOOD}[eval]\nmetrics = [\"accuracy\", \"rmse\"]\n"));
     check(
@@ -146,6 +154,16 @@ fn pruning_that_cannot_be() {
     check("prune_no_end", &prune("final = 0.8"));
     check("prune_no_match", &prune("final = 0.8\nend_step = 50\nskip = [\"layers.1\", \"layer.0\"]"));
     check("prune_nothing", &prune("final = 0.8\nend_step = 50\nskip = \"*.weight\""));
+    let units = "final = 0.5\nend_step = 50\nstructure";
+    check("prune_no_heads", &prune(&format!("{units} = \"heads\"\nscope = \"global\"")));
+    check("prune_no_channels", &prune(&format!("{units} = \"channels\"\nskip = \"layers.?\"")));
+    check("prune_channels", &prune(&format!("{units} = \"channels\"")));
+    check(
+        "prune_channels_and_ranks",
+        &format!("{}[lowrank]\nrank = 4\n", prune(&format!("{units} = \"channels\""))),
+    );
+    check("prune_kept", &prune("kept = { \"layers.0\" = 0 }"));
+    check("prune_kept_of_another", &prune("kept = { \"layer.0\" = 4 }"));
     check("prune_cut_short", &prune("initial = 0.5\nfinal = 0.8\nend_step = 5000"));
     check("prune_after_the_end", &prune("final = 0.8\nend_step = 50").replace("epochs = 2", "steps = 20"));
 }

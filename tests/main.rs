@@ -38,6 +38,8 @@ mod oracles;
 mod plans;
 mod profile;
 mod prune;
+mod prune_units;
+mod quantize;
 mod random;
 mod reference;
 mod runs;

@@ -47,6 +47,7 @@ impl CheckArgs {
         }
         preview.warnings.extend(frozen_at_random(&setup));
         preview.warnings.extend(pruning_cut_short(&setup));
+        preview.warnings.extend(rounding_cut_short(&setup));
         preview.test_samples = setup.test_samples;
         if common.json {
             let layers: Vec<Value> = layer_rows(&setup).iter().map(LayerRow::json).collect();
@@ -139,9 +140,16 @@ fn frozen_at_random(setup: &Setup) -> Option<String> {
         .then(|| "`train.freeze` keeps random weights: `train.init` names trained ones to start from".into())
 }
 
+/// A warning, if the run ends before values are rounded. With `train.steps` that is an error of the job.
+fn rounding_cut_short(setup: &Setup) -> Option<String> {
+    let (begin, last) = (setup.job.quantize.as_ref()?.begin_step?, setup.total_steps);
+    (begin > last)
+        .then(|| format!("rounding begins after step {begin} and the run ends at step {last}, in floats"))
+}
+
 /// A warning, if the run ends before pruning does. With `train.steps` that is an error of the job.
 fn pruning_cut_short(setup: &Setup) -> Option<String> {
-    let (prune, last) = (setup.job.prune.as_ref()?, setup.total_steps);
+    let (prune, last) = (setup.job.pruning()?, setup.total_steps);
     (prune.last_step() > last).then(|| {
         format!(
             "pruning ends at step {} and the run at step {last}, with a sparsity of {:.3} instead of {}",

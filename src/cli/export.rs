@@ -16,12 +16,13 @@ use crate::data::Dataset;
 use crate::data::split::DatasetSplit;
 use crate::inference::export::{
     ExportError, ExportFormat, ExportOptions, ExportProgress, ExportSource, ExportSummary, QuantizedType,
-    RoundedWeights, Rounding, WeightDtype, compare, export, round_matrices,
+    RoundedWeights, Rounding, ShrunkModel, WeightDtype, compare, export, round_matrices, shrink,
 };
 use crate::inference::quantization::calibration::calibrate;
 use crate::inference::quantization::{ActivationQuantization, ClipMethod};
 use crate::inference::session::SessionOptions;
 use crate::inference::trained_model::TrainedModel;
+use crate::planner::plan::RemovedUnits;
 use crate::train::Failure;
 use crate::train::datasets::inference::{Samples, TestTimeAugmentation, TrainedOn};
 
@@ -111,9 +112,9 @@ where
 
 impl ExportArgs {
     pub fn run(&self, common: &CommonArgs) -> anyhow::Result<Exit> {
-        let mut model = self.model.open(common)?;
+        let opened = self.model.open(common)?;
         start_threads()?;
-        let mut session = session_options(common, &model, self.batch_size)?;
+        let mut session = session_options(common, &opened, self.batch_size)?;
         let options = ExportOptions {
             format: self.format,
             dtype: self.dtype,
@@ -123,7 +124,11 @@ impl ExportArgs {
             force: self.force,
             max_bytes: session.ram,
         };
-        options.check(model.job.model.kind()).map_err(cli_error)?;
+        options.check(opened.job.model.kind()).map_err(cli_error)?;
+        let (whole, mut model) = match shrink(&opened, session.ram).map_err(cli_error)? {
+            Some(ShrunkModel { model, removed }) => (Some((opened, removed)), model),
+            None => (None, opened),
+        };
         let display = common.display_options(io::stderr().is_terminal());
         let activations = self.activations(&mut model, &mut session, common)?;
         let rounded = self.rounded(&options, &mut model, &mut session, common)?;
@@ -139,12 +144,20 @@ impl ExportArgs {
         progress.0.finish_and_clear();
         drop(rounded);
         let mut summary = written.map_err(cli_error)?;
+        if let Some((whole, RemovedUnits { structure, removed, units })) = &whole {
+            summary.source_bytes = whole.weights.metadata().map_or(summary.source_bytes, |file| file.len());
+            let noun = structure.noun();
+            summary
+                .notes
+                .push(format!("{removed} of {units} {noun} are pruned, and the export is without them"));
+        }
+        let whole = whole.as_ref().map(|(whole, _)| whole);
         match open_set(DatasetSplit::Valid, &model, &mut session, common) {
             Ok(dataset) => {
                 let bar = sample_bar(display, 2 * dataset.len(), "compare");
                 let on_progress = |done| bar.set_position(done);
                 let compared =
-                    rayon::scope(|_| compare(&mut model, &options, &dataset, &session, on_progress));
+                    rayon::scope(|_| compare(whole, &mut model, &options, &dataset, &session, on_progress));
                 bar.finish_and_clear();
                 summary.comparison = compared.map_err(cli_error)?;
             }

@@ -183,6 +183,17 @@ pub enum Event {
         pruned: u64,
         /// Weights that may be pruned.
         weights: u64,
+        /// How many channels or heads are zero, if those are pruned as a whole.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        pruned_units: Option<u64>,
+        /// Channels or heads that may be pruned.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        units: Option<u64>,
+    },
+    /// From now on weights and activations are rounded to 8-bit integers, as the job's `[quantize]` says.
+    Quantized {
+        /// Updates applied before it.
+        step: u64,
     },
     /// An evaluation over the validation set.
     Eval {

@@ -207,6 +207,7 @@ impl Summary {
             // A session that trains nothing is no resume.
             Event::NothingLeft { .. } => self.resumes = self.resumes.saturating_sub(1),
             Event::Initialized { .. }
+            | Event::Quantized { .. }
             | Event::TeacherLogits { .. }
             | Event::MemorySnapshot { .. }
             | Event::Pressure { .. }

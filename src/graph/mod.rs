@@ -5,4 +5,5 @@ pub mod fusion;
 pub mod network;
 pub mod node_timer;
 pub mod offload;
+pub mod quantization;
 pub mod reference;

@@ -13,14 +13,14 @@ use serde::Serialize;
 use super::evaluate::evaluate;
 use super::export::{
     ExportError, ExportFormat, ExportOptions, ExportSource, NoExportProgress, QuantizedType, Rounding,
-    export, read_back, write_variant,
+    export, read_back, shrink, write_variant,
 };
 use super::quantization::calibration::calibrate;
 use super::quantization::{ActivationPoints, ClipMethod};
 use super::session::SessionOptions;
 use super::trained_model::TrainedModel;
 use crate::data::Dataset;
-use crate::job::{LowRankConfig, Ranks, SizeRatio};
+use crate::job::{LowRankConfig, Ranks, Reductions, SizeRatio};
 use crate::kernels::low_rank;
 use crate::metrics::task::TaskMetrics;
 use crate::models;
@@ -94,6 +94,8 @@ pub fn compress(
     request: &CompressRequest,
     mut progress: impl FnMut(usize, usize),
 ) -> Result<(Frontier, Option<PathBuf>), ExportError> {
+    let smaller = shrink(model, request.session.ram)?;
+    let model = smaller.as_ref().map_or(model, |smaller| &smaller.model);
     if !matches!(model.points, ActivationPoints::None) {
         let problem = "its weights are quantized already".to_owned();
         return Err(Failure::UnusableExport { folder: model.folder.clone(), problem }.into());
@@ -157,7 +159,8 @@ pub fn compress(
 /// The ranks of factorized variants, after none: those that the model has layers for.
 fn rank_choices(model: &TrainedModel, ram: u64) -> Result<Vec<(Option<SizeRatio>, Ranks)>, ExportError> {
     let own = model.job.ranks();
-    let layout = models::build_factorized(&model.job.model, model.features(), &own)?.layout;
+    let reductions = Reductions::of_job(&model.job);
+    let layout = models::build_reduced(&model.job.model, model.features(), &reductions)?.layout;
     let layers: Vec<MatrixLayer> =
         layout.matrices.iter().filter(|layer| layer.max_rank() > 0).cloned().collect();
     let mut choices = vec![(None, own.clone())];
@@ -186,6 +189,8 @@ fn rank_choices(model: &TrainedModel, ram: u64) -> Result<Vec<(Option<SizeRatio>
 /// The model with these ranks and the weights in this file.
 fn with_weights(model: &TrainedModel, ranks: &Ranks, weights: &Path) -> TrainedModel {
     let mut job = model.job.clone();
+    // A variant has no ranges of its own: it is quantized after training.
+    job.quantize = None;
     if !ranks.is_empty() {
         let whole =
             LowRankConfig { rank: None, energy: None, target: None, layers: Vec::new(), ranks: Ranks::new() };

@@ -6,6 +6,7 @@
 //! to the parameters it stands for, so that the caller can evaluate it. Refuses a kind of model that a format has no
 //! form for.
 
+mod block_sizes;
 mod comparison;
 mod description;
 mod error;
@@ -17,6 +18,7 @@ mod onnx;
 mod options;
 mod rounding;
 mod safetensors_file;
+mod shrink;
 #[cfg(test)]
 mod tests;
 mod tflite;
@@ -37,9 +39,11 @@ pub use self::error::ExportError;
 pub use self::gguf::Quantization;
 pub use self::options::{ExportFormat, ExportOptions, QuantizedType, Rounding, UnknownWord};
 pub use self::rounding::{BlockScales, RoundedWeights, round_matrices};
+pub use self::shrink::{ShrunkModel, shrink};
 pub use self::variant::write_variant;
 pub use self::weights::WeightDtype;
 
+use self::block_sizes::BlockSizes;
 use self::folded::{FoldedNetwork, Op, Restored};
 use self::folder::ExportFolder;
 use self::safetensors_file::TensorHeader;
@@ -50,11 +54,11 @@ use super::quantization::{ActivationPoints, ActivationQuantization, AffineQuanti
 use super::trained_model::TrainedModel;
 use crate::base::features::{Features, InputSpec};
 use crate::data::preprocessing::Preprocessing;
-use crate::job::{ImageFit, ModelConfig, Ranks, SourceConfig};
+use crate::job::{ImageFit, ModelConfig, Reductions, SourceConfig};
 use crate::layers::Layer;
 use crate::layers::norm::NormLayer;
 use crate::models::{self, BuiltModel};
-use crate::params::TensorSpec;
+use crate::params::{ParamLayout, TensorSpec};
 use crate::train::checkpoint::PREPROCESSING;
 use crate::train::datasets::images;
 
@@ -86,8 +90,8 @@ pub struct ExportSource<'a> {
     /// What to call the model; the name of its run.
     pub name: &'a str,
     pub model: &'a ModelConfig,
-    /// The rank of each factorized layer.
-    pub ranks: Ranks,
+    /// What makes its layers smaller.
+    pub reductions: Reductions,
     pub features: &'a Features,
     /// Safetensors with the weights under the names of the parameters.
     pub weights: &'a Path,
@@ -123,7 +127,7 @@ impl<'a> ExportSource<'a> {
         Self {
             name: &job.name,
             model: &job.model,
-            ranks: job.ranks(),
+            reductions: Reductions::of_job(job),
             features: &preprocessing.features,
             weights: &model.weights,
             statistics: &model.statistics,
@@ -145,7 +149,7 @@ impl<'a> ExportSource<'a> {
     }
 
     fn build(&self) -> Result<BuiltModel, ExportError> {
-        Ok(models::build_factorized(self.model, self.features, &self.ranks)?)
+        Ok(models::build_reduced(self.model, self.features, &self.reductions)?)
     }
 
     /// As it is exported: with a point wherever its activations are quantized.
@@ -250,12 +254,15 @@ pub fn export(
 ) -> Result<ExportSummary, ExportError> {
     options.check(source.model.kind())?;
     if let (Some((layer, _)), ExportFormat::Hf | ExportFormat::Gguf) =
-        (source.ranks.first_key_value(), options.format)
+        (source.reductions.ranks.first_key_value(), options.format)
     {
         return Err(ExportError::Factorized { layer: layer.clone(), format: options.format });
     }
     let built = source.build_for(options)?;
     check_memory(source, &built, options)?;
+    if let ExportFormat::Hf | ExportFormat::Gguf = options.format {
+        BlockSizes::of(source, &built, options.format)?;
+    }
     let folder = ExportFolder::create(&options.folder, options.force)?;
     let dtype = options.dtype();
     let notes = match options.format {
@@ -316,12 +323,17 @@ fn check_memory(
     built: &BuiltModel,
     options: &ExportOptions,
 ) -> Result<(), ExportError> {
-    let Some(largest) = all_specs(&built.layout).max_by_key(|spec| spec.len()) else { return Ok(()) };
     let file = match options.format {
         ExportFormat::Tflite => tflite::file_bytes(source, built),
         _ => 0,
     };
-    let (needed, max_bytes) = (file + BYTES_PER_VALUE * largest.len() as u64, options.max_bytes);
+    check_largest(&built.layout, file, options.max_bytes)
+}
+
+/// The largest tensor must fit beside `others` bytes.
+fn check_largest(layout: &ParamLayout, others: u64, max_bytes: u64) -> Result<(), ExportError> {
+    let Some(largest) = all_specs(layout).max_by_key(|spec| spec.len()) else { return Ok(()) };
+    let needed = others + BYTES_PER_VALUE * largest.len() as u64;
     match needed <= max_bytes {
         true => Ok(()),
         false => Err(ExportError::Memory { tensor: largest.name.clone(), needed, max_bytes }),

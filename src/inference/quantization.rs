@@ -17,36 +17,10 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 pub use self::histogram::ClipMethod;
+pub use crate::kernels::fake_quantize::AffineQuantization;
 
 use self::input_products::InputProducts;
 use self::points::Observers;
-
-/// `real = scale (stored - zero_point)`, where what is stored has 8 bits.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct AffineQuantization {
-    pub scale: f32,
-    pub zero_point: i8,
-}
-
-impl AffineQuantization {
-    /// Covers the values from `low` to `high` and 0, which is exact.
-    pub fn of_range(low: f32, high: f32) -> Self {
-        let (low, high) = (low.min(0.0), high.max(0.0));
-        let scale = (high - low) / 255.0;
-        if !scale.is_normal() {
-            return Self { scale: 1.0, zero_point: 0 };
-        }
-        let zero_point = (-128.0 - low / scale).round_ties_even().clamp(-128.0, 127.0);
-        Self { scale, zero_point: zero_point as i8 }
-    }
-
-    /// The nearest value that has a form. NaN stays NaN.
-    #[inline(always)]
-    pub fn rounded(self, value: f32) -> f32 {
-        let zero = f32::from(self.zero_point);
-        (value / self.scale).round_ties_even().clamp(-128.0 - zero, 127.0 - zero) * self.scale
-    }
-}
 
 /// The quantization of each point, by its name.
 pub type ActivationQuantization = BTreeMap<String, AffineQuantization>;

@@ -16,6 +16,7 @@ use crate::data::loader::{self, Loader, LoaderOptions};
 use crate::data::order::{Cursor, Order};
 use crate::data::{Dataset, HostBatch, streaming};
 use crate::graph::network::{DeviceBatch, Executor, Network, StepError};
+use crate::job::Reductions;
 use crate::kernels::matmul;
 use crate::layers::loss::MetricSums;
 use crate::layers::{Mode, PassContext};
@@ -134,7 +135,8 @@ impl Unloaded {
         }
         let dtype = activation_dtype(model.job.train.precision, backend);
         // Smoothing and weights belong to training: a loss is that of the targets as they are.
-        let (loss, rules) = (LossOptions::default(), ParamRules::of_ranks(&model.job.ranks()));
+        let rules = ParamRules::of_reductions(&Reductions::of_job(&model.job)).quantized(model.quantizes());
+        let loss = LossOptions::default();
         let BuiltModel { network, layout } =
             fused_network(&model.job.model, &loss, &rules, features, dtype, backend)?;
         let buckets = bucket_networks(&model.job.model, &loss, &rules, features, dtype, backend)?;
@@ -145,7 +147,7 @@ impl Unloaded {
     /// layers.
     fn with_points(model: &TrainedModel, features: &Features, backend: Backend) -> Result<Self, Failure> {
         let BuiltModel { mut network, layout } =
-            models::build_factorized(&model.job.model, features, &model.job.ranks())?;
+            models::build_reduced(&model.job.model, features, &Reductions::of_job(&model.job))?;
         if let ActivationPoints::Inputs(products) = &model.points {
             input_products::insert(&mut network, products);
         }
@@ -266,6 +268,8 @@ impl Session {
         let store = ParamStore::for_inference(parts.layout, parts.dtype, &device)?;
         load_views(&model.weights, &store.layout.params, store.weight_views())?;
         load_views(&model.statistics, &store.layout.stats, store.stat_views())?;
+        store.set_rounding(model.rounds());
+        store.sync_compute_weights()?;
         Ok(Self {
             features,
             plan,

@@ -132,6 +132,18 @@ impl TrainedModel {
         &self.preprocessing.features
     }
 
+    /// Whether it was trained with `quantize.training`, and has the ranges of its activations: an export is a model in
+    /// floats, or has points of its own.
+    pub fn quantizes(&self) -> bool {
+        self.origin == Origin::Checkpoint && self.job.quantizes()
+    }
+
+    /// Whether its values are rounded to 8-bit integers.
+    pub fn rounds(&self) -> bool {
+        let rounds_after = |step| self.job.quantize.as_ref().is_some_and(|config| config.rounds_after(step));
+        self.quantizes() && rounds_after(self.step)
+    }
+
     /// The tokenizer, if the data is text.
     pub fn tokenizer(&self) -> Option<PathBuf> {
         Some(self.folder.join(checkpoint::TOKENIZER)).filter(|file| file.exists())

@@ -12,9 +12,6 @@ use super::data::one_or_many::{list_of_one_or_many, one_or_list};
 /// The rank of each factorized layer, by its name.
 pub type Ranks = BTreeMap<String, usize>;
 
-/// No layer is factorized.
-pub static NO_RANKS: Ranks = Ranks::new();
-
 /// Low-rank factorization: linear layers and convolutions become two layers each, `NAME.0` with `rank` outputs and
 /// `NAME.1`, whose product is the closest to the weight that `train.init` has; without `train.init` they start at
 /// random. A convolution of k x k becomes one of k x k with `rank` channels and one of 1 x 1. The last linear

@@ -20,6 +20,8 @@ mod optimizer;
 mod overrides;
 mod progress;
 mod prune;
+mod quantize;
+mod reductions;
 mod reference;
 mod renamed;
 mod rules;
@@ -39,7 +41,7 @@ pub use distill::{DistillConfig, FeatureConfig, LogitSource, TeacherPrecision};
 pub use error::{ErrorCode, JobError, JobErrors};
 pub use image_models::*;
 pub use layers::*;
-pub use lowrank::{LowRankConfig, NO_RANKS, Ranks, SizeRatio};
+pub use lowrank::{LowRankConfig, Ranks, SizeRatio};
 pub use memory::{MemoryConfig, OomAction};
 pub use model::*;
 pub use optimizer::{
@@ -47,7 +49,9 @@ pub use optimizer::{
     OnecycleSchedule, OptimizerConfig, OptimizerKind, ScheduleConfig, SgdConfig, StepSchedule,
 };
 pub use progress::{BestMetric, CheckpointConfig, EvalConfig, Interval, LogConfig, MemoryLog, Metric};
-pub use prune::{PruneConfig, PruneSchedule, PruneScope, PruneStructure};
+pub use prune::{PruneConfig, PruneSchedule, PruneScope, PruneStructure, UnitCounts};
+pub use quantize::{INT8_KINDS, QuantizeConfig};
+pub use reductions::{NO_REDUCTIONS, Reductions};
 pub use reference::job_markdown;
 pub use schema::schema;
 pub use source_map::{Snippet, SourceLocation};
@@ -90,6 +94,8 @@ pub struct Job {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub lowrank: Option<LowRankConfig>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub quantize: Option<QuantizeConfig>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub distill: Option<DistillConfig>,
     #[serde(default)]
     pub log: LogConfig,
@@ -108,6 +114,16 @@ impl Job {
     /// The rank of each factorized layer; empty until a job's `[lowrank]` is resolved.
     pub fn ranks(&self) -> Ranks {
         self.lowrank.as_ref().map(|lowrank| lowrank.ranks.clone()).unwrap_or_default()
+    }
+
+    /// Whether values are rounded to 8-bit integers in training.
+    pub fn quantizes(&self) -> bool {
+        self.quantize.as_ref().is_some_and(|quantize| quantize.training)
+    }
+
+    /// `[prune]`, if training sets anything to zero.
+    pub fn pruning(&self) -> Option<&PruneConfig> {
+        self.prune.as_ref().filter(|prune| prune.is_active())
     }
 
     /// The resolved job as TOML: itself a valid job, equal to this one in any folder.

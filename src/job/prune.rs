@@ -1,13 +1,19 @@
 //! `[prune]`: weights that training sets to zero.
 
+use std::collections::BTreeMap;
+
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use super::data::one_or_many::{list_of_one_or_many, one_or_list};
 
+/// Channels or attention heads, by the name of the layer that has them.
+pub type UnitCounts = BTreeMap<String, usize>;
+
 /// Magnitude pruning: the smallest weights of linear layers and convolutions are set to zero, more of them as training goes
 /// on, and stay zero. Biases, norms, embeddings and frozen parameters are not pruned. A file of pruned weights is smaller
-/// once it is compressed: `trainer plan` estimates by how much.
+/// once it is compressed: `trainer plan` estimates by how much. With a `structure` of channels or heads, whole units are
+/// set to zero with their biases and norms, and `trainer export` writes a smaller model without them.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct PruneConfig {
     /// How sparsity, the fraction of weights that are zero, grows.
@@ -17,7 +23,8 @@ pub struct PruneConfig {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(range(min = 0.0), extend("exclusiveMaximum" = 1.0))]
     pub initial: Option<f64>,
-    /// Sparsity that pruning ends with. Required, but not with `structure = "2:4"`, which has 0.5.
+    /// Sparsity that pruning ends with: the fraction of weights, channels or heads. Required, but not with
+    /// `structure = "2:4"`, which has 0.5, nor with `kept`.
     #[serde(default, rename = "final", skip_serializing_if = "Option::is_none")]
     #[schemars(extend("exclusiveMinimum" = 0.0, "exclusiveMaximum" = 1.0))]
     pub final_sparsity: Option<f64>,
@@ -47,6 +54,10 @@ pub struct PruneConfig {
     #[serde(default, skip_serializing_if = "Vec::is_empty", deserialize_with = "list_of_one_or_many")]
     #[schemars(transform = one_or_list)]
     pub skip: Vec<String>,
+    /// The channels or heads that layers have left, by the name of the layer. An export has here what its run pruned: the
+    /// model is built with as many. Without `final`, no more are pruned.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub kept: UnitCounts,
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
@@ -62,10 +73,10 @@ pub enum PruneSchedule {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum PruneScope {
-    /// Each tensor.
+    /// Each tensor; with channels or heads, each layer.
     #[default]
     Tensor,
-    /// All tensors together: one threshold for all weights.
+    /// All tensors together: one threshold for all weights or channels. Heads have none: every layer keeps as many.
     Global,
 }
 
@@ -79,6 +90,39 @@ pub enum PruneStructure {
     /// `schedule = "constant"`. Weights whose inputs, or input channels, are no multiple of four are not pruned.
     #[serde(rename = "2:4")]
     TwoOfFour,
+    /// Whole hidden units of an `mlp`, channels of a `cnn`, inner channels of the blocks of a `resnet` or `mobilenet`, or
+    /// units of a transformer's feed-forward layers: those whose weights in and out, bias and norm are the smallest
+    /// together. A unit with a frozen or skipped parameter stays, and so do channels before a group norm.
+    #[serde(rename = "channels")]
+    Channels,
+    /// Whole attention heads of a `gpt`, `llama`, `bert` or `vit`; query heads that share a key head go together.
+    #[serde(rename = "heads")]
+    Heads,
+}
+
+impl PruneStructure {
+    /// Whether units of several tensors are pruned together, and an export is without them.
+    pub fn has_units(self) -> bool {
+        matches!(self, Self::Channels | Self::Heads)
+    }
+
+    /// What is pruned, in plural.
+    pub fn noun(self) -> &'static str {
+        match self {
+            Self::Weights | Self::TwoOfFour => "weights",
+            Self::Channels => "channels",
+            Self::Heads => "heads",
+        }
+    }
+
+    /// The kinds of models that have such units; `None` if all do.
+    pub fn kinds(self) -> Option<&'static [&'static str]> {
+        match self {
+            Self::Weights | Self::TwoOfFour => None,
+            Self::Channels => Some(&["mlp", "cnn", "resnet", "mobilenet", "gpt", "llama", "bert", "vit"]),
+            Self::Heads => Some(&["gpt", "llama", "bert", "vit"]),
+        }
+    }
 }
 
 fn begin_step() -> u64 {
@@ -94,11 +138,33 @@ fn power() -> f64 {
 }
 
 impl PruneConfig {
+    /// Of a model that has these units left, and is not pruned further.
+    pub fn keeping(kept: UnitCounts) -> Self {
+        Self {
+            schedule: PruneSchedule::default(),
+            initial: None,
+            final_sparsity: None,
+            begin_step: begin_step(),
+            end_step: None,
+            every_steps: every_steps(),
+            power: power(),
+            scope: PruneScope::default(),
+            structure: PruneStructure::default(),
+            skip: Vec::new(),
+            kept,
+        }
+    }
+
+    /// Whether training sets anything to zero.
+    pub fn is_active(&self) -> bool {
+        self.final_sparsity.is_some() || self.structure == PruneStructure::TwoOfFour
+    }
+
     /// The sparsity that pruning ends with.
     pub fn target(&self) -> f64 {
         match self.structure {
-            PruneStructure::Weights => self.final_sparsity.unwrap_or(0.0),
             PruneStructure::TwoOfFour => 0.5,
+            _ => self.final_sparsity.unwrap_or(0.0),
         }
     }
 

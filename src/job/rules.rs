@@ -9,9 +9,10 @@ use super::check::SpannedError;
 use super::error::{ErrorCode, JobError};
 use super::source_map::WHOLE_FILE;
 use super::{
-    AugmentConfig, BestMetric, CategoryEncoding, ClassWeightsConfig, CsvConfig, IdxConfig, Job, JsonConfig,
-    JsonlConfig, LogitSource, OptimizerConfig, ParquetConfig, Precision, PruneSchedule, PruneStructure,
-    RunLength, SourceConfig, SplitKind, Task, TextConfig, TokensConfig, WindowMode,
+    AugmentConfig, BestMetric, CategoryEncoding, ClassWeightsConfig, CsvConfig, INT8_KINDS, IdxConfig, Job,
+    JsonConfig, JsonlConfig, LogitSource, OptimizerConfig, ParquetConfig, Precision, PruneConfig,
+    PruneSchedule, PruneScope, PruneStructure, RunLength, SourceConfig, SplitKind, Task, TextConfig,
+    TokensConfig, WindowMode,
 };
 
 /// Every contradiction in `job`, reported where `tree` states it.
@@ -166,6 +167,7 @@ pub(super) fn contradictions(job: &Job, tree: &DeTable) -> Vec<SpannedError> {
     split_contradictions(job, tree, &mut report);
     prune_contradictions(job, &mut report);
     lowrank_contradictions(job, &mut report);
+    quantize_contradictions(job, &mut report);
     distill_contradictions(job, tree, &mut report);
     if let SourceConfig::Jsonl(JsonlConfig { label: Some(_), messages, chat, pack, .. }) = &job.data.source {
         if *pack {
@@ -299,20 +301,27 @@ fn split_contradictions(job: &Job, tree: &DeTable, report: &mut impl FnMut(&str,
 fn prune_contradictions(job: &Job, report: &mut impl FnMut(&str, String, String)) {
     let Some(prune) = &job.prune else { return };
     let (begin, last, sparsity) = (prune.begin_step, prune.last_step(), prune.target());
-    match (prune.structure, prune.final_sparsity) {
-        (PruneStructure::Weights, None) => {
-            return report(
+    if let Some((layer, _)) = prune.kept.iter().find(|(_, kept)| **kept == 0) {
+        let hint = "a layer keeps at least one; without an entry it stays whole";
+        report("prune.kept", format!("`prune.kept` has 0 for `{layer}`"), hint.into());
+    }
+    if !prune.is_active() {
+        if prune.kept.is_empty() || prune.initial.is_some() || prune.end_step.is_some() {
+            report(
                 "prune",
                 "`prune.final` is missing: the sparsity that pruning ends with".into(),
-                "add `final = 0.8` for four fifths of the weights".into(),
+                format!("add `final = 0.8` for four fifths of the {}", prune.structure.noun()),
             );
         }
-        (PruneStructure::TwoOfFour, Some(_)) => report(
+        return;
+    }
+    unit_contradictions(job, prune, report);
+    if (prune.structure, prune.final_sparsity.is_some()) == (PruneStructure::TwoOfFour, true) {
+        report(
             "prune.final",
             "`prune.final` has no effect with `structure = \"2:4\"`".into(),
             "remove it: half of the weights are zero".into(),
-        ),
-        _ => {}
+        );
     }
     if (prune.structure, prune.schedule) == (PruneStructure::TwoOfFour, PruneSchedule::Polynomial) {
         return report(
@@ -361,6 +370,32 @@ fn prune_contradictions(job: &Job, report: &mut impl FnMut(&str, String, String)
     }
 }
 
+/// What `prune.structure` does not go together with.
+fn unit_contradictions(job: &Job, prune: &PruneConfig, report: &mut impl FnMut(&str, String, String)) {
+    let (structure, noun, kind) = (prune.structure, prune.structure.noun(), job.model.kind());
+    if let Some(kinds) = structure.kinds().filter(|kinds| !kinds.contains(&kind)) {
+        report(
+            "prune.structure",
+            format!("`prune.structure = \"{noun}\"` has no form for a model of kind `{kind}`"),
+            format!("models with {noun} to prune are {}", kinds.join(", ")),
+        );
+    }
+    if structure == PruneStructure::Heads && prune.scope == PruneScope::Global {
+        report(
+            "prune.scope",
+            "`prune.scope = \"global\"` has no form for heads".into(),
+            "every layer keeps as many heads: remove it".into(),
+        );
+    }
+    if structure.has_units() && job.lowrank.is_some() {
+        report(
+            "prune.structure",
+            format!("`prune.structure = \"{noun}\"` and `[lowrank]` exclude each other"),
+            format!("factorize the export of the run that prunes {noun}, or prune `\"weights\"`"),
+        );
+    }
+}
+
 /// Keys of `[lowrank]` that contradict each other or need weights.
 fn lowrank_contradictions(job: &Job, report: &mut impl FnMut(&str, String, String)) {
     let Some(lowrank) = &job.lowrank else { return };
@@ -383,6 +418,36 @@ fn lowrank_contradictions(job: &Job, report: &mut impl FnMut(&str, String, Strin
     if let Some((layer, _)) = lowrank.ranks.iter().find(|(_, rank)| **rank == 0) {
         let hint = "a rank is at least 1; without an entry the layer stays whole";
         report("lowrank.ranks", format!("the rank of `{layer}` cannot be 0"), hint.into());
+    }
+}
+
+/// Keys of `[quantize]` that contradict each other, the model or the length of the run.
+fn quantize_contradictions(job: &Job, report: &mut impl FnMut(&str, String, String)) {
+    let Some(quantize) = &job.quantize else { return };
+    let kind = job.model.kind();
+    if quantize.training && !INT8_KINDS.contains(&kind) {
+        let [others @ .., last] = INT8_KINDS;
+        report(
+            "quantize.training",
+            format!("`quantize.training` has no form for models of kind `{kind}`"),
+            format!(
+                "those of kind `{}` and `{last}` have one; `trainer export --quantize` quantizes after training",
+                others.join("`, `")
+            ),
+        );
+    }
+    match (quantize.begin_step, job.train.length()) {
+        (Some(_), _) if !quantize.training => report(
+            "quantize.begin_step",
+            "`quantize.begin_step` has no effect without `quantize.training`".into(),
+            "add `training = true`, or remove it".into(),
+        ),
+        (Some(begin), RunLength::Steps(steps)) if begin > steps => report(
+            "quantize.begin_step",
+            format!("`quantize.begin_step` must be at most `train.steps`, {steps}, not {begin}"),
+            "rounding must begin within the run".into(),
+        ),
+        _ => {}
     }
 }
 

@@ -40,6 +40,7 @@ pub mod distillation;
 pub mod dropout;
 pub mod elem;
 pub mod embedding;
+pub mod fake_quantize;
 pub mod feature_error;
 pub mod grad_stats;
 pub mod grid;

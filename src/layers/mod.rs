@@ -17,6 +17,7 @@ pub mod cross_entropy;
 pub mod distillation;
 pub mod dropout;
 pub mod embedding;
+pub mod fake_quantize;
 pub mod first_token;
 pub mod flatten;
 pub mod global_pool;

@@ -2,7 +2,7 @@
 //! `BertForSequenceClassification`. Every token has the first token type.
 
 use super::transformer::{
-    WEIGHT_INIT, add_linear, add_residual, attention_sizes, classification_head, token_dims,
+    WEIGHT_INIT, add_linear, add_residual, attention_sizes, classification_head, kept_heads, token_dims,
 };
 use super::{ModelError, NetworkBuilder};
 use crate::job::BertConfig;
@@ -37,9 +37,11 @@ pub(super) fn build(bert: &BertConfig, b: &mut NetworkBuilder) -> Result<(), Mod
         let name = format!("bert.encoder.layer.{n}");
         b.begin_block(&name);
         let attention = format!("{name}.attention");
+        let heads = kept_heads(b, &format!("{attention}.self"), heads)?;
+        let hidden = b.kept_units(&format!("{name}.intermediate.dense"), bert.hidden)?;
         add_residual(b, &attention, |b| {
             let own = format!("{attention}.self");
-            let parts = [("query", width), ("key", width), ("value", width)];
+            let parts = ["query", "key", "value"].map(|part| (part, heads.width()));
             let packed = PackedLinear::new(&mut b.registry, &own, &b.shape, &parts, WEIGHT_INIT, true);
             b.push_layer(packed);
             b.push_layer(Attention {
@@ -58,7 +60,7 @@ pub(super) fn build(bert: &BertConfig, b: &mut NetworkBuilder) -> Result<(), Mod
         add_norm(b, &format!("{attention}.output.LayerNorm"));
         add_residual(b, &format!("{name}.output"), |b| {
             let dense = format!("{name}.intermediate.dense");
-            add_linear(b, &dense, bert.hidden, WeightLayout::OutIn, Activation::Gelu, WEIGHT_INIT);
+            add_linear(b, &dense, hidden, WeightLayout::OutIn, Activation::Gelu, WEIGHT_INIT);
             let dense = format!("{name}.output.dense");
             add_linear(b, &dense, width, WeightLayout::OutIn, Activation::Identity, WEIGHT_INIT);
             b.dropout(&format!("{name}.output.dropout"), bert.dropout);

@@ -12,6 +12,7 @@ use crate::layers::categorical_embedding::CategoricalEmbedding;
 use crate::layers::cross_entropy::CrossEntropy;
 use crate::layers::distillation::{DistillOptions, Distillation};
 use crate::layers::dropout::Dropout;
+use crate::layers::fake_quantize::FakeQuantize;
 use crate::layers::flatten::Flatten;
 use crate::layers::linear::LinearOptions;
 use crate::layers::loss::Loss;
@@ -172,6 +173,11 @@ impl NetworkBuilder {
         }
     }
 
+    /// How many of the `units` of a layer, channels or heads, are left after pruning.
+    pub(super) fn kept_units(&self, layer: &str, units: usize) -> Result<usize, ModelError> {
+        Ok(self.registry.rules().kept_of(layer, units)?)
+    }
+
     /// Dense layers `name.first`, `name.first + 1`, ... each followed by dropout, one block each.
     pub fn dense_layers(
         &mut self,
@@ -180,10 +186,11 @@ impl NetworkBuilder {
         widths: &[usize],
         act: Activation,
         dropout: f64,
-    ) -> usize {
+    ) -> Result<usize, ModelError> {
         let mut index = first;
         for &width in widths {
             let path = format!("{name}.{index}");
+            let width = self.kept_units(&path, width)?;
             self.begin_block(&path);
             let inputs = self.shape.iter().product();
             self.flatten(&format!("{path}.flatten"));
@@ -191,7 +198,7 @@ impl NetworkBuilder {
             self.dropout(&format!("{path}.dropout"), dropout);
             index += 1;
         }
-        index
+        Ok(index)
     }
 
     /// Does nothing if a sample is already a vector.
@@ -408,8 +415,14 @@ impl NetworkBuilder {
         let features = self.match_features(&blocks)?;
         blocks.iter_mut().enumerate().for_each(|(i, block)| block.recompute_rank = i);
         let loss = self.loss.take().ok_or(ModelError::NoLoss)?;
-        let network = Network { blocks, loss, teacher: None, features };
+        let mut network = Network { blocks, loss, teacher: None, features };
         self.registry.check_rules()?;
+        if self.registry.quantizes() {
+            let registry = &mut self.registry;
+            network.insert_points(&self.features.input_shape(), &mut |name, shape| {
+                Some(Box::new(FakeQuantize::new(registry, name, shape)))
+            });
+        }
         Ok(BuiltModel { network, layout: std::mem::take(&mut self.registry).into_layout()? })
     }
 }

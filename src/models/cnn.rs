@@ -10,7 +10,12 @@ pub(super) fn build(cnn: &CnnConfig, b: &mut NetworkBuilder) -> Result<(), Model
     for (i, stage) in cnn.stages.iter().enumerate() {
         let name = format!("stages.{i}");
         b.begin_block(&name);
-        let spec = ConvSpec::same(stage.channels, stage.kernel, stage.stride);
+        let channels = match stage.norm {
+            // Its statistics are of several channels.
+            NormKind::Group => stage.channels,
+            NormKind::None | NormKind::Batch => b.kept_units(&name, stage.channels)?,
+        };
+        let spec = ConvSpec::same(channels, stage.kernel, stage.stride);
         match stage.norm {
             NormKind::None => b.conv(&name, spec, true, act, None)?,
             _ => {
@@ -22,7 +27,7 @@ pub(super) fn build(cnn: &CnnConfig, b: &mut NetworkBuilder) -> Result<(), Model
             b.max_pool(&format!("{name}.pool"), stage.pool, stage.pool, 0)?;
         }
     }
-    let next = b.dense_layers("layers", 0, &cnn.hidden, act, cnn.dropout);
+    let next = b.dense_layers("layers", 0, &cnn.hidden, act, cnn.dropout)?;
     b.begin_block("flatten");
     b.flatten("flatten");
     b.add_head(&format!("layers.{next}"), "cnn")

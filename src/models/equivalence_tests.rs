@@ -2,17 +2,19 @@
 
 use candle_core::{DType, Tensor};
 
-use super::build;
+use super::{LossOptions, build_with};
 use crate::base::Backend;
 use crate::base::features::{Features, InputSpec, TargetSpec};
 use crate::graph::network::{DeviceBatch, Executor};
-use crate::job::ModelConfig;
+use crate::job::{INT8_KINDS, ModelConfig};
+use crate::kernels::fake_quantize::move_range;
+use crate::kernels::update::clear;
 use crate::layers::Mode;
 use crate::layers::gradcheck::{
     TestContext, is_reference_under_test, random_tensor, test_device, test_spec, to_f64_vec,
 };
 use crate::memory::Ledger;
-use crate::params::FlatLayout;
+use crate::params::{FlatLayout, ParamRules};
 
 pub(super) const BATCH: usize = 4;
 const CLASSES: usize = 5;
@@ -137,8 +139,20 @@ enum Execution {
 
 /// Loss, gradients and running statistics after a pass over the batch, and the planned bytes.
 fn pass(text: &str, input: Input, dtype: DType, execution: Execution) -> (Outcome, u64) {
+    pass_with(text, input, dtype, execution, &ParamRules::default())
+}
+
+/// As [`pass`]. If values are rounded, by the ranges of a pass in floats before it.
+fn pass_with(
+    text: &str,
+    input: Input,
+    dtype: DType,
+    execution: Execution,
+    rules: &ParamRules,
+) -> (Outcome, u64) {
     let model: ModelConfig = toml::from_str(text).unwrap_or_else(|error| panic!("{text}: {error}"));
-    let built = build(&model, &input.features()).unwrap_or_else(|error| panic!("{text}: {error}"));
+    let built = build_with(&model, &input.features(), &LossOptions::default(), rules);
+    let built = built.unwrap_or_else(|error| panic!("{text}: {error}"));
     let mut spec = test_spec(BATCH, dtype);
     let network = match execution {
         Execution::Plain => built.network,
@@ -151,7 +165,19 @@ fn pass(text: &str, input: Input, dtype: DType, execution: Execution) -> (Outcom
     let (subject, ledger) = (TestContext::with_layout(built.layout, dtype, BATCH), Ledger::planning());
     let pass = Some(subject.pass(Mode::Train));
     let exec = Executor { pass, spec, ledger: &ledger, recompute_blocks: 0, offload: None };
-    let sums = network.forward_backward(&exec, Some(&input.batch(dtype))).unwrap().read().unwrap();
+    let forward_backward =
+        || network.forward_backward(&exec, Some(&input.batch(dtype))).unwrap().read().unwrap();
+    let ranges = subject.store.layout.stats.in_declaration_order().zip(subject.store.stat_views());
+    let ranges = ranges.filter(|((spec, _), _)| spec.is_activation_range()).map(|(_, range)| range);
+    let ranges: Vec<&Tensor> = ranges.collect();
+    if !ranges.is_empty() {
+        forward_backward();
+        ranges.iter().for_each(|range| move_range(range, Some(1.0)).unwrap());
+        clear(&subject.store.grads).unwrap();
+        subject.store.set_rounding(true);
+        subject.store.sync_compute_weights().unwrap();
+    }
+    let sums = forward_backward();
     let named = |flat: &FlatLayout, values: &Tensor| {
         let values = to_f64_vec(values);
         flat.iter().map(|(spec, at)| (spec.name.clone(), values[at].to_vec())).collect()
@@ -210,5 +236,31 @@ fn fusing_changes_no_gradient_and_saves_memory() {
             assert_equal(&format!("{text}\n{dtype:?}"), &fused, &plain, tolerance);
             assert!(fused_bytes <= plain_bytes, "{text}\n{dtype:?}: {fused_bytes} > {plain_bytes} bytes");
         }
+    }
+}
+
+/// The straight-through gradients of a network whose values are rounded to 8 bits are those of candle's autograd, and fusing
+/// changes none of them.
+#[test]
+fn rounded_networks_compute_what_candle_computes() {
+    if is_reference_under_test() || !test_device().is_cpu() {
+        return; // Other sums round to other neighbours.
+    }
+    let rules = ParamRules::default().quantized(true);
+    let has_form = |text: &str| INT8_KINDS.iter().any(|kind| text.starts_with(&format!("kind = '{kind}'")));
+    for (text, input) in MODELS.iter().filter(|(text, _)| has_form(text)) {
+        // Of equal values, which rounding makes, candle gives the gradient of the maximum to each.
+        let text = text.replace("channels", "pool = 1, channels").replace("50", "50\nstem = 'small'");
+        let text = &text;
+        let rounded = |execution| pass_with(text, *input, DType::F64, execution, &rules);
+        let ((fused, fused_bytes), (plain, plain_bytes)) =
+            (rounded(Execution::Fused), rounded(Execution::Plain));
+        assert_equal(text, &fused, &plain, 1e-9);
+        assert!(fused_bytes <= plain_bytes, "{text}: {fused_bytes} > {plain_bytes} bytes");
+        assert_equal(text, &fused, &rounded(Execution::Reference).0, 1e-6);
+        let (floats, _) = pass(text, *input, DType::F64, Execution::Fused);
+        let loss = |outcome: &Outcome| outcome[0][0].1[0];
+        let difference = (loss(&fused) - loss(&floats)).abs() / loss(&floats);
+        assert!(difference > 1e-9 && difference < 0.1, "{text}: rounding changes the loss by {difference}");
     }
 }

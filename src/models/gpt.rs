@@ -1,7 +1,7 @@
 //! `kind = "gpt"`: the GPT-2 architecture, with the parameter names of transformers' `GPT2LMHeadModel`.
 
 use super::transformer::{
-    HEAD_WEIGHT, WEIGHT_INIT, add_linear, add_residual, attention_sizes, lm_head, token_dims,
+    HEAD_WEIGHT, WEIGHT_INIT, add_linear, add_residual, attention_sizes, kept_heads, lm_head, token_dims,
 };
 use super::{ModelError, NetworkBuilder};
 use crate::job::GptConfig;
@@ -37,12 +37,14 @@ pub(super) fn build(gpt: &GptConfig, b: &mut NetworkBuilder) -> Result<(), Model
     for n in 0..gpt.layers {
         let name = format!("transformer.h.{n}");
         b.begin_block(&name);
+        let heads = kept_heads(b, &format!("{name}.attn"), heads)?;
+        let hidden = b.kept_units(&format!("{name}.mlp.c_fc"), 4 * width)?;
         add_residual(b, &format!("{name}.attn"), |b| {
             add_norm(b, &format!("{name}.ln_1"));
             add_linear(
                 b,
                 &format!("{name}.attn.c_attn"),
-                3 * width,
+                heads.qkv_width(),
                 WeightLayout::InOut,
                 Activation::Identity,
                 WEIGHT_INIT,
@@ -65,7 +67,7 @@ pub(super) fn build(gpt: &GptConfig, b: &mut NetworkBuilder) -> Result<(), Model
             add_linear(
                 b,
                 &format!("{name}.mlp.c_fc"),
-                4 * width,
+                hidden,
                 WeightLayout::InOut,
                 Activation::GeluTanh,
                 WEIGHT_INIT,

@@ -2,7 +2,9 @@
 
 use std::sync::Arc;
 
-use super::transformer::{HEAD_WEIGHT, WEIGHT_INIT, add_residual, attention_sizes, lm_head, token_dims};
+use super::transformer::{
+    HEAD_WEIGHT, WEIGHT_INIT, add_residual, attention_sizes, kept_heads, lm_head, token_dims,
+};
 use super::{ModelError, NetworkBuilder};
 use crate::job::LlamaConfig;
 use crate::kernels::Activation;
@@ -41,6 +43,8 @@ pub(super) fn build(llama: &LlamaConfig, b: &mut NetworkBuilder) -> Result<(), M
     for n in 0..llama.layers {
         let name = format!("model.layers.{n}");
         b.begin_block(&name);
+        let heads = kept_heads(b, &format!("{name}.self_attn"), heads)?;
+        let hidden = b.kept_units(&format!("{name}.mlp"), llama.hidden)?;
         add_residual(b, &format!("{name}.self_attn"), |b| {
             add_norm(b, &format!("{name}.input_layernorm"), llama.norm_eps);
             let kv = heads.kv_heads * heads.head_dim;
@@ -64,12 +68,8 @@ pub(super) fn build(llama: &LlamaConfig, b: &mut NetworkBuilder) -> Result<(), M
         })?;
         add_residual(b, &format!("{name}.mlp"), |b| {
             add_norm(b, &format!("{name}.post_attention_layernorm"), llama.norm_eps);
-            add_packed_linear(
-                b,
-                &format!("{name}.mlp"),
-                &[("gate_proj", llama.hidden), ("up_proj", llama.hidden)],
-            );
-            b.push_layer(Swiglu { name: format!("{name}.mlp.act_fn"), shape: vec![length, llama.hidden] });
+            add_packed_linear(b, &format!("{name}.mlp"), &[("gate_proj", hidden), ("up_proj", hidden)]);
+            b.push_layer(Swiglu { name: format!("{name}.mlp.act_fn"), shape: vec![length, hidden] });
             add_linear_no_bias(b, &format!("{name}.mlp.down_proj"), llama.width);
             Ok(())
         })?;

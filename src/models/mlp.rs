@@ -11,6 +11,6 @@ pub(super) fn build(mlp: &MlpConfig, b: &mut NetworkBuilder) -> Result<(), Model
     }
     b.begin_block("input");
     b.flatten("flatten");
-    let next = b.dense_layers("layers", 0, &mlp.hidden, mlp.activation.into(), mlp.dropout);
+    let next = b.dense_layers("layers", 0, &mlp.hidden, mlp.activation.into(), mlp.dropout)?;
     b.add_head(&format!("layers.{next}"), "mlp")
 }

@@ -48,7 +48,8 @@ pub(super) fn build(net: &MobilenetConfig, b: &mut NetworkBuilder) -> Result<(),
     }
     let name = format!("features.{index}");
     b.begin_block(&name);
-    conv_bn_relu6(b, &name, ConvSpec::same(scaled_channels(1280, width.max(1.0)), 1, 1), group)?;
+    let channels = b.kept_units(&format!("{name}.0"), scaled_channels(1280, width.max(1.0)))?;
+    conv_bn_relu6(b, &name, ConvSpec::same(channels, 1, 1), group)?;
     b.global_pool("pool")?;
     b.dropout("classifier.0", net.dropout);
     b.add_head_with_init("classifier.1", "mobilenet", ParamInit::Normal(0.01), ParamInit::Constant(0.0))
@@ -76,7 +77,11 @@ fn inverted_residual(
     group_size: usize,
 ) -> Result<(), ModelError> {
     let inputs = b.image_shape(name)?[2];
-    let hidden = inputs * expand_ratio;
+    let hidden = match expand_ratio {
+        // The channels of the block before it.
+        1 => inputs,
+        _ => b.kept_units(&format!("{name}.conv.0.0"), inputs * expand_ratio)?,
+    };
     let branch = |b: &mut NetworkBuilder| {
         let mut next = 0;
         if expand_ratio > 1 {

@@ -18,16 +18,20 @@ mod mlp;
 mod mobilenet;
 mod resnet;
 mod transformer;
+mod units;
+#[cfg(test)]
+mod units_tests;
 mod vision;
 mod vit;
 
 pub use builder::{
     FEATURE_MAPS, FeatureOptions, LossOptions, ModelError, NetworkBuilder, block_named, describe_target,
 };
+pub use units::{unit_groups, without_pruned};
 
 use crate::base::features::{Features, InputSpec};
 use crate::graph::network::Network;
-use crate::job::{ModelConfig, Ranks};
+use crate::job::{ModelConfig, PruneStructure, Reductions};
 use crate::params::{ParamLayout, ParamRules};
 
 /// A network and the layout of its parameters.
@@ -41,16 +45,16 @@ pub fn build(model: &ModelConfig, features: &Features) -> Result<BuiltModel, Mod
     build_with(model, features, &LossOptions::default(), &ParamRules::default())
 }
 
-/// As [`build`], with layers factorized at these ranks.
-pub fn build_factorized(
+/// As [`build`], with layers that are smaller than `model` says.
+pub fn build_reduced(
     model: &ModelConfig,
     features: &Features,
-    ranks: &Ranks,
+    reductions: &Reductions,
 ) -> Result<BuiltModel, ModelError> {
-    build_with(model, features, &LossOptions::default(), &ParamRules::of_ranks(ranks))
+    build_with(model, features, &LossOptions::default(), &ParamRules::of_reductions(reductions))
 }
 
-/// As [`build`], with this loss, and with parameters frozen and grouped, and layers factorized, by `rules`.
+/// As [`build`], with this loss, and with parameters frozen, grouped and pruned, and layers made smaller, by `rules`.
 pub fn build_with(
     model: &ModelConfig,
     features: &Features,
@@ -79,7 +83,18 @@ pub fn build_with(
         ModelConfig::Mobilenet(mobilenet) => mobilenet::build(mobilenet, &mut builder)?,
         ModelConfig::Layers(layers) => layer_list::build(layers, &mut builder)?,
     }
-    builder.finish()
+    let mut built = builder.finish()?;
+    if rules.keeps_units() {
+        let all = [PruneStructure::Channels, PruneStructure::Heads];
+        let groups: Vec<_> =
+            all.into_iter().flat_map(|structure| unit_groups(model, structure, &built.layout)).collect();
+        rules.check_kept(&groups)?;
+    }
+    if let Some(structure) = rules.unit_structure() {
+        let groups = unit_groups(model, structure, &built.layout);
+        built.layout.prune_units(groups, rules)?;
+    }
+    Ok(built)
 }
 
 #[cfg(test)]

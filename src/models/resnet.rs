@@ -46,11 +46,15 @@ fn residual_block(
     let path = |layer: &str| format!("{name}.{layer}");
     let outputs = if bottleneck { 4 * width } else { width };
     let inputs = b.image_shape(name)?[2];
+    // The channels between two convolutions of the branch.
+    let inner = |conv: &str| b.kept_units(&path(conv), width);
     let convs = match bottleneck {
-        false => vec![ConvSpec::same(width, 3, stride), ConvSpec::same(width, 3, 1)],
-        true => {
-            vec![ConvSpec::same(width, 1, 1), ConvSpec::same(width, 3, stride), ConvSpec::same(outputs, 1, 1)]
-        }
+        false => vec![ConvSpec::same(inner("conv1")?, 3, stride), ConvSpec::same(width, 3, 1)],
+        true => vec![
+            ConvSpec::same(inner("conv1")?, 1, 1),
+            ConvSpec::same(inner("conv2")?, 3, stride),
+            ConvSpec::same(outputs, 1, 1),
+        ],
     };
     let last = convs.len();
     let branch = |b: &mut NetworkBuilder| {

@@ -53,6 +53,16 @@ pub(super) fn attention_sizes(
     Ok(AttentionDims { length, heads, kv_heads, head_dim: width / heads })
 }
 
+/// The dimensions of the attention `layer` after pruning, which removes the query heads of a key head together.
+pub(super) fn kept_heads(
+    b: &NetworkBuilder,
+    layer: &str,
+    sizes: AttentionDims,
+) -> Result<AttentionDims, ModelError> {
+    let kv_heads = b.kept_units(layer, sizes.kv_heads)?;
+    Ok(AttentionDims { heads: sizes.heads / sizes.kv_heads * kv_heads, kv_heads, ..sizes })
+}
+
 /// Adds the nodes that `body` builds as a residual branch with an identity shortcut.
 pub(super) fn add_residual(
     b: &mut NetworkBuilder,

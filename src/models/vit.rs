@@ -1,7 +1,7 @@
 //! `kind = "vit"`: a vision transformer, with the parameter names and initialization of torchvision's
 //! `VisionTransformer`.
 
-use super::transformer::{add_residual, attention_sizes, classification_head};
+use super::transformer::{add_residual, attention_sizes, classification_head, kept_heads};
 use super::{ModelError, NetworkBuilder};
 use crate::job::VitConfig;
 use crate::kernels::Activation;
@@ -36,13 +36,17 @@ pub(super) fn build(vit: &VitConfig, b: &mut NetworkBuilder) -> Result<(), Model
         let name = format!("encoder.layers.encoder_layer_{n}");
         b.begin_block(&name);
         let attention = format!("{name}.self_attention");
+        let heads = kept_heads(b, &attention, heads)?;
+        let hidden = b.kept_units(&format!("{name}.mlp.0"), vit.ratio * width)?;
         add_residual(b, &attention, |b| {
             add_norm(b, &format!("{name}.ln_1"));
             let names = [format!("{attention}.in_proj_weight"), format!("{attention}.in_proj_bias")];
             let name = format!("{attention}.in_proj");
-            let options =
-                LinearOptions { bias_init: ParamInit::Constant(0.0), ..xavier_options(width, 3 * width) };
-            b.linear_with_param_names(&name, names, 3 * width, options);
+            let options = LinearOptions {
+                bias_init: ParamInit::Constant(0.0),
+                ..xavier_options(width, heads.qkv_width())
+            };
+            b.linear_with_param_names(&name, names, heads.qkv_width(), options);
             b.push_layer(Attention {
                 name: attention.clone(),
                 sizes: heads,
@@ -53,7 +57,7 @@ pub(super) fn build(vit: &VitConfig, b: &mut NetworkBuilder) -> Result<(), Model
             });
             let options = LinearOptions {
                 bias_init: ParamInit::Constant(0.0),
-                ..LinearOptions::torch_default(width, Activation::Identity)
+                ..LinearOptions::torch_default(heads.width(), Activation::Identity)
             };
             let name = format!("{attention}.out_proj");
             b.linear(&name, width, options);
@@ -62,7 +66,6 @@ pub(super) fn build(vit: &VitConfig, b: &mut NetworkBuilder) -> Result<(), Model
         })?;
         add_residual(b, &format!("{name}.mlp"), |b| {
             add_norm(b, &format!("{name}.ln_2"));
-            let hidden = vit.ratio * width;
             for (i, from, to, act) in
                 [(0, width, hidden, Activation::Gelu), (3, hidden, width, Activation::Identity)]
             {

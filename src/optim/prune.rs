@@ -4,6 +4,8 @@
 //! smallest magnitude; of equal ones the first. It reads the bits of the magnitudes, digit by digit, so that it needs no
 //! copy of the weights beyond the one that a GPU's take on the host.
 
+mod units;
+
 use std::ops::Range;
 
 use candle_core::{DType, Device, Result, Tensor};
@@ -13,7 +15,9 @@ use crate::base::Backend;
 use crate::job::{PruneConfig, PruneScope, PruneStructure};
 use crate::kernels::{host, mask};
 use crate::param_store::ParamStore;
-use crate::params::{FlatLayout, TensorSpec, TensorUse};
+use crate::params::{FlatLayout, ParamLayout, TensorSpec, TensorUse, UnitGroup};
+
+pub use self::units::kept_at;
 
 /// Weights per task of a histogram.
 const CHUNK: usize = 1 << 20;
@@ -33,6 +37,15 @@ struct Digit {
 pub struct PrunedCount {
     pub pruned: u64,
     pub weights: u64,
+    /// The same of channels or heads, if those are pruned as a whole.
+    pub units: Option<UnitCount>,
+}
+
+/// How many channels or heads are zero.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct UnitCount {
+    pub pruned: u64,
+    pub units: u64,
 }
 
 /// Bytes of the mask.
@@ -46,10 +59,11 @@ pub fn workspace_bytes(params: &FlatLayout, backend: Backend) -> u64 {
     if backend.is_reference() { 2 * 4 * params.pruned_len() as u64 } else { 0 }
 }
 
-/// Host bytes of a selection: on a GPU the largest tensor and its mask.
-pub fn selection_bytes(params: &FlatLayout, backend: Backend) -> u64 {
-    let largest = params.pruned().map(|(_, range)| range.len() as u64).max().unwrap_or(0);
-    if backend.on_gpu() { (4 + 1) * largest } else { 0 }
+/// Host bytes of a selection: on a GPU the largest tensor and its mask; and what there is per channel or head.
+pub fn selection_bytes(layout: &ParamLayout, backend: Backend) -> u64 {
+    let largest = layout.params.pruned().map(|(_, range)| range.len() as u64).max().unwrap_or(0);
+    let tensor = if backend.on_gpu() { (4 + 1) * largest } else { 0 };
+    tensor + units::BYTES_PER_UNIT * layout.units.iter().map(|group| group.units as u64).sum::<u64>()
 }
 
 /// Estimated bytes of `weights` f32 values with this sparsity after gzip. Trained values compress to 0.925 of their size.
@@ -66,29 +80,31 @@ pub struct Pruning {
     /// 0 for a weight that is pruned, else 1.
     mask: Tensor,
     tensors: Vec<PrunedTensor>,
+    /// Channels or heads, if those are pruned as a whole.
+    groups: Vec<UnitGroup>,
 }
 
 /// A tensor that may be pruned.
 struct PrunedTensor {
+    spec: TensorSpec,
     /// In the master weights.
     weights: Range<usize>,
     /// In the mask.
     mask: Range<usize>,
-    /// Between two inputs of an output, in values.
-    input_stride: usize,
 }
 
 impl Pruning {
     /// Nothing is pruned yet.
-    pub fn new(config: &PruneConfig, params: &FlatLayout, device: &Device) -> Result<Self> {
+    pub fn new(config: &PruneConfig, layout: &ParamLayout, device: &Device) -> Result<Self> {
         let mut end = 0;
-        let tensors = params.pruned().map(|(spec, weights)| {
+        let tensors = layout.params.pruned().map(|(spec, weights)| {
             let mask = end..end + weights.len();
             end = mask.end;
-            PrunedTensor { weights, mask, input_stride: input_stride(spec) }
+            PrunedTensor { spec: spec.clone(), weights, mask }
         });
         let tensors: Vec<PrunedTensor> = tensors.collect();
-        Ok(Self { config: config.clone(), mask: Tensor::ones(end, DType::U8, device)?, tensors })
+        let mask = Tensor::ones(end, DType::U8, device)?;
+        Ok(Self { config: config.clone(), mask, tensors, groups: layout.units.clone() })
     }
 
     pub fn mask(&self) -> &Tensor {
@@ -130,6 +146,9 @@ impl Pruning {
         match self.config.structure {
             PruneStructure::Weights => self.select_weights(store, self.config.sparsity(step)),
             PruneStructure::TwoOfFour => self.select_two_of_four(store),
+            PruneStructure::Channels | PruneStructure::Heads => {
+                self.select_units(store, self.config.sparsity(step))
+            }
         }
     }
 
@@ -138,11 +157,11 @@ impl Pruning {
             let weights = narrow(&store.master_weights, &tensor.weights)?;
             let weights = host::read(&weights)?;
             host::write(&narrow(&self.mask, &tensor.mask)?, |mask: &mut [u8]| {
-                mark_two_of_four(&weights, mask, tensor.input_stride)
+                mark_two_of_four(&weights, mask, input_stride(&tensor.spec))
             })?;
         }
         let weights = self.mask.elem_count() as u64;
-        Ok(PrunedCount { pruned: weights / 2, weights })
+        Ok(PrunedCount { pruned: weights / 2, weights, units: None })
     }
 
     fn select_weights(&self, store: &ParamStore, sparsity: f64) -> Result<PrunedCount> {
@@ -172,7 +191,7 @@ impl Pruning {
             }
             pruned += count as u64;
         }
-        Ok(PrunedCount { pruned, weights: self.mask.elem_count() as u64 })
+        Ok(PrunedCount { pruned, weights: self.mask.elem_count() as u64, units: None })
     }
 
     /// Sets the pruned weights to zero.
@@ -319,8 +338,8 @@ mod tests {
         registry.into_layout().unwrap()
     }
 
-    fn pruning(prune: &str, params: &FlatLayout) -> Pruning {
-        Pruning::new(&toml::from_str(prune).unwrap(), params, &test_device()).unwrap()
+    fn pruning(prune: &str, layout: &ParamLayout) -> Pruning {
+        Pruning::new(&toml::from_str(prune).unwrap(), layout, &test_device()).unwrap()
     }
 
     fn values(t: &Tensor) -> Vec<f32> {
@@ -339,7 +358,7 @@ mod tests {
     #[test]
     fn matrices_and_filters_are_pruned_and_nothing_else() {
         let store = ParamStore::new(layout(CONSTANT), 1, DType::BF16, &test_device()).unwrap();
-        let pruning = pruning(CONSTANT, &store.layout.params);
+        let pruning = pruning(CONSTANT, &store.layout);
         let count = pruning.select(&store, 1).unwrap();
         let average = store.copy_master_weights().unwrap();
         pruning.apply(&store, Some(&average)).unwrap();
@@ -355,7 +374,10 @@ mod tests {
         for buffer in [&store.master_weights, &store.compute_weights, &average] {
             assert_eq!(zeros(&store, buffer), expected);
         }
-        assert_eq!(count, PrunedCount { pruned: 600 + 450 + 39 + 60, weights: 1200 + 900 + 77 + 120 });
+        assert_eq!(
+            count,
+            PrunedCount { pruned: 600 + 450 + 39 + 60, weights: 1200 + 900 + 77 + 120, units: None }
+        );
         assert_eq!(mask_bytes(&store.layout.params), count.weights);
     }
 
@@ -373,7 +395,7 @@ mod tests {
     fn a_global_threshold_prunes_small_tensors_more() {
         let prune = format!("{CONSTANT}scope = 'global'");
         let store = ParamStore::new(layout(&prune), 1, DType::F32, &test_device()).unwrap();
-        let pruning = pruning(&prune, &store.layout.params);
+        let pruning = pruning(&prune, &store.layout);
         let count = pruning.select(&store, 1).unwrap();
         pruning.apply(&store, None).unwrap();
         let zeros = zeros(&store, &store.master_weights);
@@ -388,7 +410,7 @@ mod tests {
         let prune = "initial = 0.2\nfinal = 0.9\nbegin_step = 2\nend_step = 6\nevery_steps = 2";
         for kind in ["adamw", "sgd", "lion", "adafactor", "adamw8bit"] {
             let store = ParamStore::new(layout(prune), 5, DType::BF16, &test_device()).unwrap();
-            let pruning = pruning(prune, &store.layout.params);
+            let pruning = pruning(prune, &store.layout);
             let rule: OptimizerConfig =
                 toml::from_str(&format!("kind = '{kind}'\nweight_decay = 0.1")).unwrap();
             let mut optimizer = Optimizer::new(&rule, &store, false).unwrap();
@@ -465,10 +487,10 @@ mod tests {
     fn two_of_four_needs_multiples_of_four_inputs() {
         let prune = "schedule = 'constant'\nstructure = '2:4'";
         let store = ParamStore::new(layout(prune), 1, DType::F32, &test_device()).unwrap();
-        let pruning = pruning(prune, &store.layout.params);
+        let pruning = pruning(prune, &store.layout);
         let count = pruning.select(&store, 1).unwrap();
         pruning.apply(&store, None).unwrap();
-        assert_eq!(count, PrunedCount { pruned: 60, weights: 120 });
+        assert_eq!(count, PrunedCount { pruned: 60, weights: 120, units: None });
         let values = values(&store.weight_views()[6]);
         for output in 0..10 {
             for four in 0..3 {

@@ -1,13 +1,14 @@
 //! Which parameters are trained, which group they belong to and which may be pruned: the patterns of `train.freeze`,
-//! `[[train.groups]]` and `prune.skip`; and the ranks of factorized layers.
+//! `[[train.groups]]` and `prune.skip`; what makes layers smaller, ranks and units that are kept; and whether values are
+//! rounded.
 //!
 //! A pattern matches a parameter's name, or that of a module it is in: the name up to one of its dots. `*` matches any
 //! characters, dots too. Of several that match, the last decides.
 
 use glob::Pattern;
 
-use super::{MatrixLayer, ParamGroup, Placement, TensorSpec, TensorUse};
-use crate::job::{Job, PruneStructure, Ranks, TrainConfig};
+use super::{MatrixLayer, ParamGroup, Placement, TensorSpec, UnitGroup};
+use crate::job::{Job, PruneStructure, Reductions, TrainConfig};
 
 /// Patterns on names, compiled.
 #[derive(Clone, Debug, Default)]
@@ -16,7 +17,9 @@ pub struct ParamRules {
     groups: Vec<GroupRule>,
     /// `None` without `[prune]`.
     prune: Option<PruneRule>,
-    ranks: Ranks,
+    reductions: Reductions,
+    /// Values are rounded to 8-bit integers.
+    quantize: bool,
 }
 
 /// Why the rules of a job do not apply to its model.
@@ -31,6 +34,15 @@ pub enum RulesError {
          of the structure, which for \"2:4\" needs a multiple of four inputs"
     )]
     NothingPruned,
+    #[error(
+        "`[prune]` finds no {noun} to prune: {noun} with a frozen parameter or one in `prune.skip` stay, and the last of \
+         a layer does"
+    )]
+    NoUnits { noun: &'static str },
+    #[error("`prune.kept` has `{layer}`, which is no layer with channels or heads to prune; {near}")]
+    NoUnitLayer { layer: String, near: String },
+    #[error("`prune.kept` has {kept} for `{layer}`, which has {units}")]
+    TooManyKept { layer: String, kept: usize, units: usize },
     #[error("`lowrank.ranks` has `{layer}`, which is no layer that can be factorized; {near}")]
     NoLayer { layer: String, near: String },
     #[error(
@@ -56,8 +68,9 @@ struct PruneRule {
 impl PruneRule {
     /// Whether this tensor of a layer has weights of this structure: no bias, norm or embedding.
     fn suits(&self, spec: &TensorSpec) -> bool {
-        let is_weight = spec.shape.len() >= 2 && spec.usage != TensorUse::Table;
-        is_weight && (self.structure != PruneStructure::TwoOfFour || spec.inputs().is_multiple_of(4))
+        spec.is_matrix()
+            && !self.structure.has_units()
+            && (self.structure != PruneStructure::TwoOfFour || spec.inputs().is_multiple_of(4))
     }
 }
 
@@ -112,28 +125,38 @@ impl ParamRules {
         Self { freeze: freeze.collect(), groups: groups.collect(), ..Self::default() }
     }
 
-    /// Only the ranks of factorized layers, for a model that is not trained.
-    pub fn of_ranks(ranks: &Ranks) -> Self {
-        Self { ranks: ranks.clone(), ..Self::default() }
+    /// Only what makes layers smaller, for a model that is not trained.
+    pub fn of_reductions(reductions: &Reductions) -> Self {
+        Self { reductions: reductions.clone(), ..Self::default() }
+    }
+
+    /// The same rules for a model whose values are rounded to 8-bit integers, or are not.
+    pub fn quantized(self, quantize: bool) -> Self {
+        Self { quantize, ..self }
+    }
+
+    pub(super) fn quantizes(&self) -> bool {
+        self.quantize
     }
 
     /// The rules of all tables of a job.
     pub fn of_job(job: &Job) -> Self {
-        let prune = job.prune.as_ref().map(|prune| PruneRule {
+        let prune = job.pruning().map(|prune| PruneRule {
             structure: prune.structure,
             skip: prune.skip.iter().map(|text| NamePattern::new(text)).collect(),
         });
-        Self { prune, ranks: job.ranks(), ..Self::new(&job.train) }
+        let (reductions, quantize) = (Reductions::of_job(job), job.quantizes());
+        Self { prune, reductions, quantize, ..Self::new(&job.train) }
     }
 
     /// The rank of the factors of this layer; `None` if it stays whole.
     pub(super) fn rank_of(&self, layer: &str) -> Option<usize> {
-        self.ranks.get(layer).copied()
+        self.reductions.ranks.get(layer).copied()
     }
 
     /// Checks that every rank is that of one of `layers`, and makes it smaller.
     pub(super) fn check_ranks(&self, layers: &[MatrixLayer]) -> Result<(), RulesError> {
-        for (name, &rank) in &self.ranks {
+        for (name, &rank) in &self.reductions.ranks {
             let Some(layer) = layers.iter().find(|layer| layer.name == *name) else {
                 let names: Vec<&str> = layers.iter().map(|layer| layer.name.as_str()).collect();
                 let near = near_names("those layers", name, &names);
@@ -147,9 +170,53 @@ impl ParamRules {
         Ok(())
     }
 
-    /// Whether the job prunes.
-    pub(super) fn prunes(&self) -> bool {
-        self.prune.is_some()
+    /// Whether the job prunes weights one by one.
+    pub(super) fn prunes_weights(&self) -> bool {
+        self.prune.as_ref().is_some_and(|rule| !rule.structure.has_units())
+    }
+
+    /// The structure of units that the job prunes as a whole.
+    pub fn unit_structure(&self) -> Option<PruneStructure> {
+        self.prune.as_ref().map(|rule| rule.structure).filter(|structure| structure.has_units())
+    }
+
+    /// Whether `prune.skip` has this parameter.
+    pub(super) fn skips(&self, name: &str) -> bool {
+        self.prune.iter().flat_map(|rule| &rule.skip).any(|pattern| pattern.matches(name))
+    }
+
+    /// Checks that there are units to prune.
+    pub(super) fn check_units(&self, groups: &[UnitGroup]) -> Result<(), RulesError> {
+        match self.unit_structure().filter(|_| groups.is_empty()) {
+            Some(structure) => Err(RulesError::NoUnits { noun: structure.noun() }),
+            None => Ok(()),
+        }
+    }
+
+    /// How many of the `units` of a layer are left.
+    pub fn kept_of(&self, layer: &str, units: usize) -> Result<usize, RulesError> {
+        match self.reductions.kept.get(layer) {
+            None => Ok(units),
+            Some(&kept) if (1..=units).contains(&kept) => Ok(kept),
+            Some(&kept) => Err(RulesError::TooManyKept { layer: layer.to_owned(), kept, units }),
+        }
+    }
+
+    /// Checks that every layer that keeps some of its units is one of `groups`.
+    pub fn check_kept(&self, groups: &[UnitGroup]) -> Result<(), RulesError> {
+        let names: Vec<&str> = groups.iter().map(|group| group.name.as_str()).collect();
+        match self.reductions.kept.keys().find(|layer| !names.contains(&layer.as_str())) {
+            None => Ok(()),
+            Some(layer) => {
+                let near = near_names("those layers", layer, &names);
+                Err(RulesError::NoUnitLayer { layer: layer.clone(), near })
+            }
+        }
+    }
+
+    /// Whether layers have fewer units than `[model]` says.
+    pub fn keeps_units(&self) -> bool {
+        !self.reductions.kept.is_empty()
     }
 
     /// Where a parameter with these names belongs.
@@ -159,7 +226,8 @@ impl ParamRules {
         let group = self.groups.iter().rposition(|group| group.patterns.iter().any(matches));
         let prunes = |rule: &PruneRule| rule.suits(spec) && !rule.skip.iter().any(matches);
         let pruned = !frozen && self.prune.as_ref().is_some_and(prunes);
-        Placement { trained: !frozen, group: group.map_or(0, |index| index + 1), pruned }
+        let quantized = self.quantize && spec.is_matrix();
+        Placement { trained: !frozen, group: group.map_or(0, |index| index + 1), pruned, quantized }
     }
 
     /// The group of a placement, which starts at this offset and is still empty.

@@ -22,12 +22,12 @@ use crate::data::stored_logits::LogitFormat;
 use crate::graph::network::{Executor, Network};
 use crate::graph::offload::ActivationOffload;
 use crate::job::{Job, MemoryLog, OptimizerConfig};
-use crate::kernels::{low_rank, matmul, sample_keys};
+use crate::kernels::{fake_quantize, low_rank, matmul, sample_keys};
 use crate::memory::ledger::{Ledger, LedgerEntry};
 use crate::memory::process::ProcessMemory;
 use crate::memory::recorder::RECORDER_BYTES;
 use crate::optim;
-use crate::params::{MemoryFormat, ParamLayout, TensorSpec};
+use crate::params::{FlatLayout, MemoryFormat, ParamLayout, TensorSpec};
 
 /// Heap bytes the program holds besides its reservations: the measured size of argument parsing, the job, the network
 /// description, thread pools and reports, with a margin.
@@ -45,6 +45,15 @@ pub const STAGED_BATCH: &str = "micro-batch on its way";
 
 /// The name that the reservation for the metrics of an evaluation carries.
 pub const EVALUATION_METRICS: &str = "evaluation metrics";
+
+/// The name that the reservations of rounding weights carry.
+pub const QUANTIZATION: &str = "quantization";
+
+/// Bytes of temporaries where tensors reside while weights are rounded.
+pub fn rounding_bytes(params: &FlatLayout, backend: Backend) -> u64 {
+    let bytes = |(_, range): (_, Range<usize>)| fake_quantize::rows_workspace(range.len(), backend);
+    params.quantized().map(bytes).max().unwrap_or(0)
+}
 
 /// The name that the reservations of pruning carry.
 pub const PRUNING: &str = "pruning";
@@ -363,9 +372,10 @@ impl<'a> Estimator<'a> {
         (samples > 0).then(|| exec_plan.eval_micro_batch.min(samples))
     }
 
-    /// Whether the weights that layers compute with are a copy of the master weights in another dtype.
+    /// Whether the weights that layers compute with are a copy of the master weights, in another dtype or rounded.
     fn has_compute_copy(&self) -> bool {
         self.inputs.dtype.size_in_bytes() as u64 != master_dtype_bytes(self.inputs.dtype)
+            || self.inputs.layout.params.quantized().next().is_some()
     }
 
     /// Number of values of these parameters or statistics, per owning layer.
@@ -436,7 +446,7 @@ impl<'a> Estimator<'a> {
         if s.teacher_bytes > 0 && s.stored_logits.is_none() {
             all.push(s.allocation(Role::Weights, TEACHER, s.teacher_bytes));
         }
-        if s.job.prune.is_some() {
+        if s.job.pruning().is_some() {
             all.push(s.allocation(Role::Weights, "pruning mask", optim::prune::mask_bytes(&s.layout.params)));
         }
         if s.job.log.memory == MemoryLog::Detailed {
@@ -538,11 +548,14 @@ impl<'a> Estimator<'a> {
                 let rule = s.optimizer.of_kind(exec_plan.optimizer);
                 let bytes = optim::workspace_bytes(&rule, &s.layout.params, s.backend);
                 let mut parts = vec![s.allocation(Role::Workspace, "optimizer", bytes)];
-                if s.job.prune.is_some() {
-                    let (params, role) = (&s.layout.params, Role::Workspace);
-                    let bytes = optim::prune::workspace_bytes(params, s.backend);
+                let bytes = rounding_bytes(&s.layout.params, s.backend);
+                parts.push(s.allocation(Role::Workspace, QUANTIZATION, bytes));
+                if s.job.pruning().is_some() {
+                    let role = Role::Workspace;
+                    let bytes = optim::prune::workspace_bytes(&s.layout.params, s.backend);
                     parts.push(s.allocation(role, PRUNING, bytes));
-                    let (bytes, space) = (optim::prune::selection_bytes(params, s.backend), MemorySpace::Ram);
+                    let (bytes, space) =
+                        (optim::prune::selection_bytes(s.layout, s.backend), MemorySpace::Ram);
                     parts.push(Allocation { role, name: PRUNING, bytes, space });
                 }
                 parts

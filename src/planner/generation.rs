@@ -13,7 +13,7 @@ use crate::base::units::{Bytes, counted};
 use crate::base::{Backend, MicroBatchSpec, Role};
 use crate::graph::decoding::{DecodingError, DecodingNetwork};
 use crate::graph::network::Executor;
-use crate::job::{ModelConfig, Ranks};
+use crate::job::{ModelConfig, Reductions};
 use crate::kernels::matmul;
 use crate::kernels::rotary::Rotary;
 use crate::memory::Ledger;
@@ -31,7 +31,7 @@ const MIN_CHUNK: usize = 16;
 pub struct GenerationInputs<'a> {
     pub model: &'a ModelConfig,
     /// The rank of each factorized layer.
-    pub ranks: &'a Ranks,
+    pub reductions: &'a Reductions,
     pub vocab: usize,
     /// Dtype of weights, activations and cache.
     pub dtype: DType,
@@ -114,7 +114,7 @@ impl GenerationInputs<'_> {
             return Err(self.refuse("it needs a model of kind `gpt` or `llama`".into()));
         }
         let input = InputSpec::Tokens { length, vocab: self.vocab };
-        models::build_factorized(self.model, &Features::new(input, TargetSpec::Tokens), self.ranks)
+        models::build_reduced(self.model, &Features::new(input, TargetSpec::Tokens), self.reductions)
             .map_err(|error: ModelError| self.refuse(error.to_string()))
     }
 
@@ -242,8 +242,8 @@ mod tests {
 
     fn inputs(model: &ModelConfig) -> GenerationInputs<'_> {
         let backend = Backend::Cpu { threads: 2 };
-        let ranks = &crate::job::NO_RANKS;
-        GenerationInputs { model, ranks, vocab: 300, dtype: DType::BF16, backend, weight_bytes: 1000 }
+        let reductions = &crate::job::NO_REDUCTIONS;
+        GenerationInputs { model, reductions, vocab: 300, dtype: DType::BF16, backend, weight_bytes: 1000 }
     }
 
     fn model() -> ModelConfig {

@@ -6,6 +6,7 @@ use serde::{Deserialize, Serialize};
 use super::execution_plan::{BatchSplit, ExecutionPlan};
 use super::prediction::SmallerModel;
 use crate::base::{MemorySpace, Phase, Role};
+use crate::job::PruneStructure;
 
 /// A memory plan as `trainer plan --json` prints it and `plan.json` keeps it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
@@ -43,7 +44,7 @@ pub struct MemoryPlan {
     pub phases: Vec<PhasePeak>,
     /// The pruned model, if the job prunes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub pruned: Option<PrunedModel>,
+    pub pruned: Option<Box<PrunedModel>>,
     /// What one sample takes with the trained model, if the job prunes or distills.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub prediction: Option<SmallerModel>,
@@ -63,6 +64,18 @@ pub struct PrunedModel {
     pub bytes: u64,
     /// Estimated size of that after gzip.
     pub compressed_bytes: u64,
+    /// The channels or heads that an export is without, if those are pruned; the sizes are without them too.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub units: Option<RemovedUnits>,
+}
+
+/// Channels or heads that are pruned.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct RemovedUnits {
+    pub structure: PruneStructure,
+    pub removed: u64,
+    /// Those that may be.
+    pub units: u64,
 }
 
 /// Bytes on disk.

@@ -86,17 +86,25 @@ impl RunView<'_> {
                 let text = format!("nothing is left to train: {reason}; {change} `{key}` to train on");
                 line(paint.bold(&label("done")), text)
             }
-            Event::Pruned { step, sparsity, pruned, weights }
+            Event::Pruned { step, sparsity, pruned, weights, pruned_units, units }
                 if self.display.verbosity == Verbosity::Verbose =>
             {
                 let (part, of) = (text::percent(*sparsity, 1.0), format_count(*weights));
+                let units = pruned_units.zip(*units).map(|(pruned, units)| {
+                    format!(", {} of {} units", format_count(pruned), format_count(units))
+                });
                 let text = format!(
-                    "step {}  {part}: {} of {of} weights are zero",
+                    "step {}  {part}: {} of {of} weights are zero{}",
                     format_count(*step),
-                    format_count(*pruned)
+                    format_count(*pruned),
+                    units.unwrap_or_default()
                 );
                 line(paint.dim(&label("prune")), text)
             }
+            Event::Quantized { step } => line(
+                paint.bold(&label("round")),
+                format!("step {}  weights and activations have 8 bits from here on", format_count(*step)),
+            ),
             // `train.` sorts before `valid.`.
             Event::Eval { step, epoch, metrics, eval_s, .. } => line(
                 paint.green(&label("eval")),

@@ -6,7 +6,9 @@ use super::text::{self, AnsiStyle};
 use super::{DisplayOptions, Verbosity};
 use crate::base::units::{counted, format_count};
 use crate::base::{MemorySpace, Role};
-use crate::planner::plan::{CandidateSummary, Disk, PhasePeak, PlanAdjustment, PlanVerdict, PrunedModel};
+use crate::planner::plan::{
+    CandidateSummary, Disk, PhasePeak, PlanAdjustment, PlanVerdict, PrunedModel, RemovedUnits,
+};
 use crate::planner::prediction::{PredictionCost, SmallerModel};
 use crate::planner::{MemoryPlan, ladder};
 
@@ -39,7 +41,7 @@ pub fn lines(plan: &MemoryPlan, display: DisplayOptions) -> Vec<String> {
     if plan.trained_parameters < plan.parameters {
         out.push(format!("       {}", parameter_counts(plan.parameters, plan.trained_parameters)));
     }
-    out.extend(plan.pruned.map(|model| format!("       {}", pruned_model(model))));
+    out.extend(plan.pruned.as_deref().map(|model| format!("       {}", pruned_model(*model))));
     out.extend(
         plan.prediction.iter().flat_map(prediction_rows).map(|(name, cost)| format!("       {name}: {cost}")),
     );
@@ -103,16 +105,19 @@ pub fn parameter_counts(parameters: u64, trained: u64) -> String {
     if trained < parameters { format!("{all}, {} trained", format_count(trained)) } else { all }
 }
 
-/// `80.0 % of 1,199,648 weights pruned: 4.58 MiB, about 1.11 MiB gzipped`.
+/// `80.0 % of 1,199,648 weights pruned: 4.58 MiB, about 1.11 MiB gzipped`, or with channels or heads
+/// `40 of 80 channels removed, 61.2 % of 14,144 weights: ...`.
 pub fn pruned_model(model: PrunedModel) -> String {
-    let PrunedModel { weights, sparsity, bytes, compressed_bytes } = model;
-    format!(
-        "{} of {} weights pruned: {}, about {} gzipped",
-        text::percent(sparsity, 1.0),
-        format_count(weights),
-        text::bytes(bytes),
-        text::bytes(compressed_bytes)
-    )
+    let PrunedModel { weights, sparsity, bytes, compressed_bytes, units } = model;
+    let weights = format!("{} of {} weights", text::percent(sparsity, 1.0), format_count(weights));
+    let pruned = match units {
+        None => format!("{weights} pruned"),
+        Some(RemovedUnits { structure, removed, units }) => {
+            let (removed, units) = (format_count(removed), format_count(units));
+            format!("{removed} of {units} {} removed, {weights}", structure.noun())
+        }
+    };
+    format!("{pruned}: {}, about {} gzipped", text::bytes(bytes), text::bytes(compressed_bytes))
 }
 
 /// What the trained model takes per sample, and its teacher, which is compared with it:
@@ -335,6 +340,7 @@ fn nearest_candidates<'a>(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::job::PruneStructure;
     use crate::planner::plan::{CandidateSummary, MemoryPart};
     use crate::report::fixtures;
 
@@ -366,9 +372,19 @@ plan   fits after shrinking on cpu: ram 212 MiB of 256 MiB (82.8 %) at the peak,
 
     #[test]
     fn a_plan_says_how_large_the_pruned_model_will_be() {
-        let model =
-            PrunedModel { weights: 1_000_000, sparsity: 0.8, bytes: 4 << 20, compressed_bytes: 1 << 20 };
-        let plan = MemoryPlan { pruned: Some(model), ..fixtures::plan() };
+        let model = PrunedModel {
+            weights: 1_000_000,
+            sparsity: 0.8,
+            bytes: 4 << 20,
+            compressed_bytes: 1 << 20,
+            units: None,
+        };
+        let units = RemovedUnits { structure: PruneStructure::Channels, removed: 40, units: 80 };
+        assert_eq!(
+            pruned_model(PrunedModel { units: Some(units), ..model }),
+            "40 of 80 channels removed, 80.0 % of 1,000,000 weights: 4.00 MiB, about 1.00 MiB gzipped"
+        );
+        let plan = MemoryPlan { pruned: Some(Box::new(model)), ..fixtures::plan() };
         let expected = "\n       80.0 % of 1,000,000 weights pruned: 4.00 MiB, about 1.00 MiB gzipped\n";
         assert!(text(&plan, DisplayOptions::default()).contains(expected));
     }

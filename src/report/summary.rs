@@ -178,7 +178,14 @@ folder   runs/shapes/1"
     fn a_pruned_run_says_how_sparse_it_is() {
         let pruned = |t, step, sparsity| EventRecord {
             t,
-            event: Event::Pruned { step, sparsity, pruned: (1000.0 * sparsity) as u64, weights: 1000 },
+            event: Event::Pruned {
+                step,
+                sparsity,
+                pruned: (1000.0 * sparsity) as u64,
+                weights: 1000,
+                pruned_units: None,
+                units: None,
+            },
         };
         let mut records = fixtures::run()[..4].to_vec();
         records.extend([pruned(3.0, 1, 0.25), pruned(4.0, 3, 0.8)]);

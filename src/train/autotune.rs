@@ -37,7 +37,7 @@ pub fn plan(setup: &Setup, machine: &TargetMachine) -> Result<MemoryPlan, Failur
     }
     let plan = plan_of_fastest(&request, &predictor, &search, planned, &measured);
     let (parameters, trained_parameters) = (setup.num_parameters(), setup.num_trained());
-    let (pruned, prediction) = (setup.pruned_model(), setup.smaller_model());
+    let (pruned, prediction) = (setup.pruned_model().map(Box::new), setup.smaller_model());
     Ok(MemoryPlan { parameters, trained_parameters, pruned, prediction, ..plan })
 }
 

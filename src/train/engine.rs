@@ -26,6 +26,7 @@ use crate::graph::network::{DeviceBatch, Executor, Network, StepError};
 use crate::graph::offload::ActivationOffload;
 use crate::kernels::distillation::TeacherLogits;
 use crate::kernels::distillation::top::TopLogits;
+use crate::kernels::fake_quantize::move_range;
 use crate::kernels::grad_stats::{GradStats, GradStatsConfig};
 use crate::kernels::reference::ReferenceScope;
 use crate::kernels::update::{cast_into, clear, ema_update, sum_of_squares, swap};
@@ -36,7 +37,9 @@ use crate::memory::{InjectedOom, Ledger, Reservation, resident_limit};
 use crate::optim::prune::{self, PrunedCount, Pruning};
 use crate::optim::{self, Optimizer, OptimizerStep};
 use crate::param_store::ParamStore;
-use crate::planner::estimate::{Allocation, PRUNING, STORED_LOGITS, batch_bytes};
+use crate::planner::estimate::{
+    Allocation, PRUNING, QUANTIZATION, STORED_LOGITS, batch_bytes, rounding_bytes,
+};
 use crate::planner::execution_plan::{ExecutionPlan, Offload};
 use gpu::{GpuState, PassScope, PendingGradStats};
 
@@ -190,8 +193,8 @@ impl<'a> Engine<'a> {
         let activation_offload = plan.offloads(Offload::Activations).then(offload).transpose()?;
         let saved_stats = store.stats.copy()?;
         let average = setup.job.train.ema.map(|_| store.copy_master_weights()).transpose()?;
-        let prune = |config| Pruning::new(config, &setup.layout.params, &setup.device());
-        let pruning = setup.job.prune.as_ref().map(prune).transpose()?;
+        let prune = |config| Pruning::new(config, &setup.layout, &setup.device());
+        let pruning = setup.job.pruning().map(prune).transpose()?;
         let load = |teacher: &Teacher| {
             let dtype = teacher.dtype(setup.backend());
             ParamStore::for_inference(teacher.layout.clone(), dtype, &setup.device())
@@ -465,17 +468,19 @@ impl<'a> Engine<'a> {
         Ok(())
     }
 
-    /// Reserves what pruning after update `step` takes. Comes before the update, which an OOM must leave undone.
-    pub fn reserve_pruning(&self, step: u64) -> Result<Vec<Reservation>, StepError> {
-        let Some(pruning) = self.pruning.as_ref().filter(|pruning| pruning.is_active(step)) else {
-            return Ok(Vec::new());
-        };
-        let (params, backend) = (&self.setup.layout.params, self.setup.backend());
-        let selection = if pruning.is_due(step) { prune::selection_bytes(params, backend) } else { 0 };
-        let parts = [(&self.ledger, prune::workspace_bytes(params, backend)), (&self.host_ledger, selection)];
-        let parts = parts.into_iter().filter(|(_, bytes)| *bytes > 0);
+    /// Reserves what pruning and rounding after update `step` take. Comes before the update, which an OOM must leave
+    /// undone.
+    pub fn reserve_compression(&self, step: u64) -> Result<Vec<Reservation>, StepError> {
+        let (layout, backend) = (&self.setup.layout, self.setup.backend());
+        let mut parts = vec![(&self.ledger, QUANTIZATION, rounding_bytes(&layout.params, backend))];
+        if let Some(pruning) = self.pruning.as_ref().filter(|pruning| pruning.is_active(step)) {
+            let selection = if pruning.is_due(step) { prune::selection_bytes(layout, backend) } else { 0 };
+            parts.push((&self.ledger, PRUNING, prune::workspace_bytes(&layout.params, backend)));
+            parts.push((&self.host_ledger, PRUNING, selection));
+        }
+        let parts = parts.into_iter().filter(|(.., bytes)| *bytes > 0);
         Ok(parts
-            .map(|(ledger, bytes)| ledger.reserve(Role::Workspace, PRUNING, bytes))
+            .map(|(ledger, name, bytes)| ledger.reserve(Role::Workspace, name, bytes))
             .collect::<Result<_, _>>()?)
     }
 
@@ -484,6 +489,27 @@ impl<'a> Engine<'a> {
         let Some(pruning) = &self.pruning else { return Ok(None) };
         let _kernels = ReferenceScope::enter(self.setup.backend().is_reference());
         pruning.after_update(&self.store, self.average.as_ref(), step)
+    }
+
+    /// Moves the ranges of activations after update `step`, and rounds the weights, if the job quantizes.
+    pub fn quantize(&self, step: u64) -> candle_core::Result<()> {
+        let Some(config) = self.setup.job.quantize.as_ref().filter(|config| config.training) else {
+            return Ok(());
+        };
+        let fraction = config.range_fraction(step);
+        let specs = self.store.layout.stats.in_declaration_order().map(|(spec, _)| spec);
+        for (_, range) in specs.zip(self.store.stat_views()).filter(|(spec, _)| spec.is_activation_range()) {
+            move_range(range, fraction)?;
+        }
+        self.round_weights(step)
+    }
+
+    /// The weights that layers compute with after `step` updates, rounded if the job quantizes.
+    pub fn round_weights(&self, step: u64) -> candle_core::Result<()> {
+        let Some(config) = &self.setup.job.quantize else { return Ok(()) };
+        let _kernels = ReferenceScope::enter(self.setup.backend().is_reference());
+        self.store.set_rounding(config.rounds_after(step));
+        self.store.sync_compute_weights()
     }
 
     /// The tensors a checkpoint saves.

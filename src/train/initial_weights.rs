@@ -174,7 +174,9 @@ impl InitialWeights {
             }
         }
         // Running statistics are there in full or not at all.
-        let stats: Vec<&TensorSpec> = layout.stats.iter().map(|(spec, _)| spec).collect();
+        // The ranges of activations are found anew.
+        let stats = layout.stats.iter().map(|(spec, _)| spec).filter(|spec| !spec.is_activation_range());
+        let stats: Vec<&TensorSpec> = stats.collect();
         if stats.iter().any(|spec| self.files.places.contains_key(&spec.name)) {
             for spec in stats {
                 match self.files.shape_of(&spec.name)? {

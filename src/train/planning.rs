@@ -5,16 +5,16 @@ use super::setup::{Setup, fused_network};
 use crate::base::units::Bytes;
 use crate::base::{Backend, MemorySpace, MicroBatchSpec, Phase};
 use crate::graph::network::{LayerBlock, Network};
-use crate::job::{Interval, OomAction, OptimizerKind};
+use crate::job::{Interval, Job, OomAction, OptimizerKind, PruneStructure, Reductions};
 use crate::memory::probe;
-use crate::models::LossOptions;
+use crate::models::{self, LossOptions};
 use crate::optim;
 use crate::params::ParamRules;
 use crate::planner::budget::TargetMachine;
 use crate::planner::cost_model::CostModel;
 use crate::planner::estimate::{Estimator, EstimatorInputs, MemoryPredictor, recompute_ranks};
 use crate::planner::execution_plan::{BatchSplit, ExecutionPlan, Offload};
-use crate::planner::plan::{Disk, MemoryPlan, PlanVerdict, PrunedModel};
+use crate::planner::plan::{Disk, MemoryPlan, PlanVerdict, PrunedModel, RemovedUnits};
 use crate::planner::prediction::{PredictionCost, SmallerModel};
 use crate::planner::search::PlanRequest;
 use crate::planner::{ladder, search};
@@ -56,24 +56,24 @@ impl Setup {
             plan.advice = Some(image);
         }
         let (parameters, trained_parameters) = (self.num_parameters(), self.num_trained());
-        let (disk, pruned) = (self.disk(plan.chosen.optimizer), self.pruned_model());
+        let (disk, pruned) = (self.disk(plan.chosen.optimizer), self.pruned_model().map(Box::new));
         let prediction = self.smaller_model();
         MemoryPlan { disk, parameters, trained_parameters, pruned, prediction, ..plan }
     }
 
     /// What one sample takes on this machine with the trained model, if the job prunes or distills.
     pub fn smaller_model(&self) -> Option<SmallerModel> {
-        if self.job.prune.is_none() && self.teacher.is_none() {
+        if self.job.pruning().is_none() && self.teacher.is_none() {
             return None;
         }
+        let reduced = self.without_pruned_units();
+        let job = reduced.as_ref().unwrap_or(&self.job);
         let (backend, features) = (self.backend(), self.features());
         let spec = MicroBatchSpec { batch: 1, dtype: self.dtype, backend };
         // The trained model has no teacher in its loss.
-        let (loss, rules) = (
-            LossOptions { distill: None, features: Vec::new(), ..self.loss.clone() },
-            ParamRules::of_job(&self.job),
-        );
-        let built = fused_network(&self.job.model, &loss, &rules, features, self.dtype, backend).ok()?;
+        let loss = LossOptions { distill: None, features: Vec::new(), ..self.loss.clone() };
+        let rules = ParamRules::of_job(job);
+        let built = fused_network(&job.model, &loss, &rules, features, self.dtype, backend).ok()?;
         let model = PredictionCost::of(&built.network, &built.layout, features, spec);
         let teacher = self.teacher.as_ref().and_then(|teacher| {
             let network = teacher.network(features, backend).ok()?;
@@ -85,12 +85,39 @@ impl Setup {
 
     /// The weights that the run ends with, if the job prunes.
     pub fn pruned_model(&self) -> Option<PrunedModel> {
-        let sparsity = self.job.prune.as_ref()?.sparsity(self.total_steps);
-        let (all, weights) =
-            ((self.layout.params.len + self.layout.stats.len) as u64, self.layout.params.pruned_len() as u64);
+        let prune = self.job.pruning()?;
+        let sparsity = prune.sparsity(self.total_steps);
+        let weights = self.layout.params.pruned_len() as u64;
+        if let Some(reduced) = self.without_pruned_units() {
+            let reductions = Reductions::of_job(&reduced);
+            let layout = models::build_reduced(&reduced.model, self.features(), &reductions).ok()?.layout;
+            let removed = (self.layout.params.len - layout.params.len) as u64;
+            let all = (layout.params.len + layout.stats.len) as u64;
+            return Some(PrunedModel {
+                weights,
+                sparsity: removed as f64 / weights.max(1) as f64,
+                bytes: 4 * all,
+                compressed_bytes: optim::prune::compressed_bytes(all, 0.0),
+                units: Some(self.removed_units(prune.structure, sparsity)),
+            });
+        }
+        let all = (self.layout.params.len + self.layout.stats.len) as u64;
         let compressed_bytes = optim::prune::compressed_bytes(weights, sparsity)
             + optim::prune::compressed_bytes(all - weights, 0.0);
-        Some(PrunedModel { weights, sparsity, bytes: 4 * all, compressed_bytes })
+        Some(PrunedModel { weights, sparsity, bytes: 4 * all, compressed_bytes, units: None })
+    }
+
+    /// The job of the model that the run ends with, if it prunes channels or heads.
+    fn without_pruned_units(&self) -> Option<Job> {
+        let prune = self.job.pruning().filter(|prune| prune.structure.has_units())?;
+        let kept = optim::prune::kept_at(&self.layout.units, prune.sparsity(self.total_steps));
+        Some(models::without_pruned(&self.job, kept))
+    }
+
+    fn removed_units(&self, structure: PruneStructure, sparsity: f64) -> RemovedUnits {
+        let units: usize = self.layout.units.iter().map(|group| group.units).sum();
+        let kept: usize = optim::prune::kept_at(&self.layout.units, sparsity).values().sum();
+        RemovedUnits { structure, removed: (units - kept) as u64, units: units as u64 }
     }
 
     /// How many layers are factorized, and the number of parameters if none was; `None` without `[lowrank]`.
@@ -123,7 +150,7 @@ impl Setup {
         let (job, params) = (&self.job, &self.layout.params);
         let state = optim::state_bytes(&job.optimizer.of_kind(optimizer), params);
         let averages = if job.train.ema.is_some() { 2 } else { 1 };
-        let mask = if job.prune.is_some() { optim::prune::mask_bytes(params) } else { 0 };
+        let mask = if job.pruning().is_some() { optim::prune::mask_bytes(params) } else { 0 };
         let values = (averages * params.len + self.layout.stats.len) as u64 * 4 + mask;
         let checkpoint_bytes = values + state + self.attached_bytes() + NON_TENSOR_BYTES;
         let count = |every: Interval| match every {

@@ -243,6 +243,8 @@ impl Setup {
             RunLength::Steps(steps) => steps,
             RunLength::Epochs(epochs) => epochs.saturating_mul(order.updates_per_epoch()),
         };
+        let has_weights = job.train.init.is_some();
+        job.quantize.iter_mut().for_each(|quantize| quantize.resolve(total_steps, has_weights));
         let workers = match job.data.loader.workers {
             0 => threads,
             workers => workers,

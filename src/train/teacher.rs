@@ -17,7 +17,7 @@ use crate::data::Dataset;
 use crate::data::preprocessing::Preprocessing;
 use crate::graph::network::TeacherNetwork;
 use crate::job::{
-    DistillConfig, FeatureConfig, Job, LogitSource, ModelConfig, Precision, Ranks, TeacherPrecision,
+    DistillConfig, FeatureConfig, Job, LogitSource, ModelConfig, Precision, Reductions, TeacherPrecision,
     job_values,
 };
 use crate::models::{BuiltModel, FeatureOptions, LossOptions, ModelError, block_named};
@@ -44,7 +44,7 @@ pub struct TeacherError {
 /// A model that suits the data of the job.
 pub struct Teacher {
     model: ModelConfig,
-    ranks: Ranks,
+    reductions: Reductions,
     precision: Precision,
     /// When it computes.
     pub logits: LogitSource,
@@ -93,8 +93,8 @@ impl Teacher {
             return Err(format!("has no `{}`", checkpoint::MODEL));
         }
         let features = teacher_features(dataset.features());
-        let ranks = its_job.ranks();
-        let built = crate::models::build_factorized(&its_job.model, &features, &ranks)
+        let reductions = Reductions::of_job(&its_job);
+        let built = crate::models::build_reduced(&its_job.model, &features, &reductions)
             .map_err(|why| format!("does not fit: {why}"))?;
         let precision = match distill.teacher_precision {
             TeacherPrecision::Same => job.train.precision,
@@ -102,7 +102,8 @@ impl Teacher {
             TeacherPrecision::Bf16 => Precision::Bf16,
         };
         let (model, logits) = (its_job.model, distill.logits);
-        let teacher = Self { model, ranks, precision, logits, layout: built.layout, weights, statistics };
+        let teacher =
+            Self { model, reductions, precision, logits, layout: built.layout, weights, statistics };
         teacher.check_names()?;
         Ok(teacher)
     }
@@ -131,7 +132,7 @@ impl Teacher {
     /// Its network for samples of these features, fused for this backend.
     pub fn network(&self, features: &Features, backend: Backend) -> Result<TeacherNetwork, ModelError> {
         let (loss, dtype) = (LossOptions::default(), self.dtype(backend));
-        let rules = ParamRules::of_ranks(&self.ranks);
+        let rules = ParamRules::of_reductions(&self.reductions);
         let features = teacher_features(features);
         let BuiltModel { network, .. } =
             fused_network(&self.model, &loss, &rules, &features, dtype, backend)?;

@@ -129,7 +129,7 @@ fn first_run(machine: &Runner, job: &JobDir, name: &'static str, seen: &mut Case
     let path = job.folder.join("job.toml");
     let text = fs::read_to_string(&path).unwrap();
     let mut table: toml::Table = text.parse().unwrap();
-    ["prune", "lowrank", "distill"].iter().for_each(|key| drop(table.remove(*key)));
+    ["prune", "lowrank", "distill", "quantize"].iter().for_each(|key| drop(table.remove(*key)));
     for (key, inner) in [("train", "init"), ("schedule", "warmup_steps")] {
         table.get_mut(key).and_then(|table| table.as_table_mut()).map(|table| table.remove(inner));
     }
@@ -396,7 +396,7 @@ fn check_same_result(written: &RecordedRun, other: &RecordedRun, seen: &mut Case
     }
     let (a, b) = (written.steps(), other.steps());
     let exact = splits_agree(written, other);
-    let half = written.is_half_precision() || written.is_pruned();
+    let half = written.is_half_precision() || written.is_pruned() || written.is_quantized();
     for step in &a {
         let Some(other) = b.iter().find(|other| other.step == step.step) else {
             seen.add_violation(SAME_LOSSES, format!("{name}: step {} was not told", step.step));
@@ -422,8 +422,8 @@ fn check_same_result(written: &RecordedRun, other: &RecordedRun, seen: &mut Case
     }
 }
 
-/// Tolerance of losses under another split: sums in another order, in the compute dtype, amplified by updates and by the
-/// selection of weights to prune.
+/// Tolerance of losses under another split: sums in another order, in the compute dtype, amplified by updates, by the
+/// selection of weights to prune and by values that round to another neighbour.
 fn tolerance(half: bool, step: u64) -> f64 {
     let first = if half { 1e-2 } else { 1e-5 };
     first * (1.0 + step as f64 * 10.0)
@@ -435,10 +435,20 @@ impl RecordedRun {
         self.planned().is_some_and(|plan| plan["pruned"].is_object())
     }
 
+    fn job(&self) -> toml::Table {
+        let job = fs::read_to_string(self.ended.root.join("job.toml")).unwrap_or_default();
+        job.parse().unwrap_or_default()
+    }
+
+    /// Whether values are rounded to 8-bit integers.
+    fn is_quantized(&self) -> bool {
+        let job = self.job();
+        job.get("quantize").and_then(|table| table.get("training")?.as_bool()).unwrap_or(false)
+    }
+
     /// Whether it computes in 16 bits.
     fn is_half_precision(&self) -> bool {
-        let job = fs::read_to_string(self.ended.root.join("job.toml")).unwrap_or_default();
-        let job: toml::Table = job.parse().unwrap_or_default();
+        let job = self.job();
         let precision =
             job.get("train").and_then(|t| t.get("precision")).and_then(|p| p.as_str()).unwrap_or("auto");
         let gpu = self.planned().is_some_and(|plan| plan["device"] != "cpu");

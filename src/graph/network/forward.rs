@@ -37,7 +37,7 @@ impl Executor<'_> {
                 Node::Fused(fused) => {
                     let end = end.filter(|_| i + 1 == nodes.len());
                     let (y, saved) =
-                        self.timed(node, mode.into(), || self.fused_forward(fused, x, mode, end))?;
+                        self.timed(node, mode.into(), || self.fused_forward(fused, x, save, mode, end))?;
                     (y, SavedNode::Fused(saved))
                 }
                 Node::Residual(residual) => {

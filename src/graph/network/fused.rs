@@ -34,6 +34,7 @@ impl Executor<'_> {
         &self,
         node: &FusedNode,
         mut x: ReservedTensor,
+        save: bool,
         mode: Mode,
         end: Option<ResidualEnd>,
     ) -> StepResult<(ReservedTensor, Vec<SavedLayer>)> {
@@ -54,7 +55,7 @@ impl Executor<'_> {
                 saved.drop_input();
             }
             x = y;
-            if x.requires_grad {
+            if save && x.requires_grad {
                 saved_layers.push(saved);
             }
         }

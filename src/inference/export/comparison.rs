@@ -7,7 +7,7 @@ use super::{ExportError, ExportOptions, ExportSource, MetricComparison, read_bac
 use crate::data::Dataset;
 use crate::inference::evaluate::evaluate;
 use crate::inference::session::SessionOptions;
-use crate::inference::trained_model::TrainedModel;
+use crate::inference::trained_model::{Origin, TrainedModel};
 
 /// A file that is removed when it is no longer needed.
 struct TemporaryFile(PathBuf);
@@ -18,9 +18,10 @@ impl Drop for TemporaryFile {
     }
 }
 
-/// The metrics of `model` on `dataset`, and those of what is read back from its export. `progress` is called with the
-/// samples done of twice the dataset. Afterwards `model` has its own weights again.
+/// The metrics of `model` on `dataset`, or of the `whole` one it was shrunk from, and those of what is read back from its
+/// export. `progress` is called with the samples done of twice the dataset. Afterwards `model` has its own weights again.
 pub fn compare(
+    whole: Option<&TrainedModel>,
     model: &mut TrainedModel,
     options: &ExportOptions,
     dataset: &Arc<dyn Dataset>,
@@ -29,11 +30,12 @@ pub fn compare(
 ) -> Result<Vec<MetricComparison>, ExportError> {
     let exported = TemporaryFile(hidden_file(&options.folder));
     let points = read_back(&ExportSource::new(model), options, &exported.0)?;
-    let before = evaluate(model, dataset, session, &mut progress)?.metrics;
-    let own = (model.weights.clone(), model.statistics.clone(), model.points.clone());
-    (model.weights, model.statistics, model.points) = (exported.0.clone(), exported.0.clone(), points);
+    let before = evaluate(whole.unwrap_or(model), dataset, session, &mut progress)?.metrics;
+    let own = (model.weights.clone(), model.statistics.clone(), model.points.clone(), model.origin);
+    (model.weights, model.statistics, model.points, model.origin) =
+        (exported.0.clone(), exported.0.clone(), points, Origin::Export);
     let after = evaluate(model, dataset, session, |done| progress(dataset.len() + done));
-    (model.weights, model.statistics, model.points) = own;
+    (model.weights, model.statistics, model.points, model.origin) = own;
     let after = after?.metrics.values();
     // A metric that is undefined for one of them is left out.
     let pair = |(metric, before): (String, f64)| {

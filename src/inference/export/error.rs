@@ -14,6 +14,13 @@ pub enum ExportError {
     UnsupportedPair { kind: &'static str, format: ExportFormat },
     #[error("`{layer}` is factorized, and `{}` has no form for the two layers of `[lowrank]`", format.name())]
     Factorized { layer: String, format: ExportFormat },
+    #[error("pruning made `{layer}` smaller, and `{}` has no form for such a layer", format.name())]
+    Shrunk { layer: String, format: ExportFormat },
+    #[error(
+        "`{}` has {} units and `{}` has {}, and `{}` states one number for all layers",
+        sizes[0].0, sizes[0].1, sizes[1].0, sizes[1].1, format.name()
+    )]
+    Uneven { sizes: [(String, usize); 2], format: ExportFormat },
     #[error("`--quantize {}` has no form in `{}`", quantized.name(), format.name())]
     QuantizationFormat { quantized: QuantizedType, format: ExportFormat },
     #[error("`--quantize {}` has no form for a `{kind}` model", quantized.name())]
@@ -86,6 +93,8 @@ impl ExportError {
             self,
             Self::UnsupportedPair { .. }
                 | Self::Factorized { .. }
+                | Self::Shrunk { .. }
+                | Self::Uneven { .. }
                 | Self::QuantizationFormat { .. }
                 | Self::QuantizationKind { .. }
                 | Self::Rounding { .. }
@@ -110,6 +119,12 @@ impl ExportError {
             }
             Self::Factorized { .. } => {
                 Some("`--format onnx`, `tflite` and `safetensors` keep the two layers".into())
+            }
+            Self::Shrunk { .. } => {
+                Some("`--format onnx` and `safetensors` take layers of any size, and so does `tflite`".into())
+            }
+            Self::Uneven { .. } => {
+                Some("prune all layers alike, with `scope = \"tensor\"`; `--format onnx` takes any".into())
             }
             Self::QuantizationFormat { quantized, format } => {
                 let formats: Vec<String> = quantized

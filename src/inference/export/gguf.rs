@@ -18,10 +18,11 @@ pub use self::quantization::Quantization;
 
 use self::container::{GgufWriter, MetadataValue, TensorEntry};
 use self::quantization::TypeRule;
+use super::block_sizes::BlockSizes;
 use super::error::ExportError;
 use super::folder::ExportFolder;
 use super::weights::{TensorMapping, Transform, WeightFiles, check_f16};
-use super::{ExportOptions, ExportProgress, ExportSource, norm_eps};
+use super::{ExportFormat, ExportOptions, ExportProgress, ExportSource, norm_eps};
 use crate::base::features::InputSpec;
 use crate::base::regular_file;
 use crate::job::{GptConfig, LlamaConfig, ModelConfig};
@@ -119,11 +120,10 @@ pub(super) fn mappings(model: &ModelConfig, layout: &ParamLayout) -> Vec<TensorM
                 {
                     Transform::Transpose
                 }
-                ModelConfig::Llama(llama) if target.ends_with("attn_q.weight") => {
-                    Transform::InterleaveHalves { heads: llama.heads }
-                }
-                ModelConfig::Llama(llama) if target.ends_with("attn_k.weight") => {
-                    Transform::InterleaveHalves { heads: llama.kv_heads }
+                ModelConfig::Llama(llama)
+                    if target.ends_with("attn_q.weight") || target.ends_with("attn_k.weight") =>
+                {
+                    Transform::InterleaveHalves { heads: spec.shape[0] / (llama.width / llama.heads) }
                 }
                 _ => Transform::Copy,
             };
@@ -210,33 +210,30 @@ fn metadata(
     }
     let mut push = |key: &str, value: MetadataValue| push(&format!("{architecture}.{key}"), value);
     let u32_value = |value: usize| MetadataValue::U32(value as u32);
+    let sizes = BlockSizes::of(source, built, ExportFormat::Gguf)?;
     match source.model {
-        ModelConfig::Gpt(GptConfig { layers, heads, width, context, .. }) => {
+        ModelConfig::Gpt(GptConfig { layers, width, context, .. }) => {
             push("block_count", u32_value(*layers));
             push("context_length", u32_value(*context));
             push("embedding_length", u32_value(*width));
-            push("feed_forward_length", u32_value(4 * width));
-            push("attention.head_count", u32_value(*heads));
+            push("feed_forward_length", u32_value(sizes.hidden));
+            push("attention.head_count", u32_value(sizes.heads));
             push("attention.layer_norm_epsilon", MetadataValue::F32(eps));
         }
-        ModelConfig::Llama(LlamaConfig {
-            layers,
-            heads,
-            kv_heads,
-            width,
-            hidden,
-            context,
-            rope_theta,
-            ..
-        }) => {
+        ModelConfig::Llama(LlamaConfig { layers, width, context, rope_theta, .. }) => {
             push("block_count", u32_value(*layers));
             push("context_length", u32_value(*context));
             push("embedding_length", u32_value(*width));
-            push("feed_forward_length", u32_value(*hidden));
-            push("attention.head_count", u32_value(*heads));
-            push("attention.head_count_kv", u32_value(*kv_heads));
+            push("feed_forward_length", u32_value(sizes.hidden));
+            push("attention.head_count", u32_value(sizes.heads));
+            push("attention.head_count_kv", u32_value(sizes.kv_heads));
             push("attention.layer_norm_rms_epsilon", MetadataValue::F32(eps));
-            push("rope.dimension_count", u32_value(width / heads));
+            push("rope.dimension_count", u32_value(sizes.head_dim));
+            // llama.cpp divides the width by the heads unless a file says otherwise.
+            if sizes.heads * sizes.head_dim != *width {
+                push("attention.key_length", u32_value(sizes.head_dim));
+                push("attention.value_length", u32_value(sizes.head_dim));
+            }
             push("rope.freq_base", MetadataValue::F32(*rope_theta as f32));
         }
         _ => {}

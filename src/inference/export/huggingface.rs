@@ -5,12 +5,13 @@ mod card;
 
 use serde_json::{Map, Value, json};
 
+use super::block_sizes::BlockSizes;
 use super::description::classes;
 use super::error::ExportError;
 use super::folder::ExportFolder;
 use super::tokenizer::ExportedTokenizer;
 use super::weights::{TensorMapping, Transform, WeightDtype, all_specs};
-use super::{ExportSource, norm_eps};
+use super::{ExportFormat, ExportSource, norm_eps};
 use crate::base::features::{InputSpec, TargetSpec};
 use crate::job::{BertConfig, GptConfig, ImageFit, LlamaConfig, ModelConfig, VitConfig};
 use crate::models::BuiltModel;
@@ -78,7 +79,8 @@ pub(super) fn write_files(
     let write_json = |name: &str, value: &Value| folder.write(name, format!("{value:#}\n").as_bytes());
     let tokenizer = ExportedTokenizer::load(source)?;
     let mut notes = Vec::new();
-    if let Some(config) = config(source, built, dtype, tokenizer.as_ref()) {
+    let sizes = BlockSizes::of(source, built, ExportFormat::Hf)?;
+    if let Some(config) = config(source, built, sizes, dtype, tokenizer.as_ref()) {
         write_json("config.json", &config)?;
     }
     if matches!(source.model, ModelConfig::Gpt(_) | ModelConfig::Llama(_)) {
@@ -101,6 +103,7 @@ pub(super) fn write_files(
 fn config(
     source: &ExportSource,
     built: &BuiltModel,
+    sizes: BlockSizes,
     dtype: WeightDtype,
     tokenizer: Option<&ExportedTokenizer>,
 ) -> Option<Value> {
@@ -114,46 +117,36 @@ fn config(
         ModelConfig::Gpt(GptConfig { layers, heads, width, context, dropout, tie }) => json!({
             "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "vocab_size": vocab,
             "n_positions": context, "n_ctx": context, "n_embd": width, "n_layer": layers, "n_head": heads,
-            "n_inner": 4 * width, "activation_function": "gelu_new", "layer_norm_epsilon": eps,
+            "n_inner": sizes.hidden, "activation_function": "gelu_new", "layer_norm_epsilon": eps,
             "embd_pdrop": dropout, "attn_pdrop": dropout, "resid_pdrop": dropout,
             "scale_attn_weights": true, "tie_word_embeddings": tie,
             "bos_token_id": bos.or(eos), "eos_token_id": eos,
         }),
-        ModelConfig::Llama(LlamaConfig {
-            layers,
-            heads,
-            kv_heads,
-            width,
-            hidden,
-            context,
-            rope_theta,
-            norm_eps: _,
-            tie,
-        }) => json!({
+        ModelConfig::Llama(LlamaConfig { layers, width, context, rope_theta, tie, .. }) => json!({
             "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": vocab,
-            "hidden_size": width, "intermediate_size": hidden, "num_hidden_layers": layers,
-            "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": width / heads,
+            "hidden_size": width, "intermediate_size": sizes.hidden, "num_hidden_layers": layers,
+            "num_attention_heads": sizes.heads, "num_key_value_heads": sizes.kv_heads, "head_dim": sizes.head_dim,
             "max_position_embeddings": context, "hidden_act": "silu", "rms_norm_eps": eps,
             "rope_theta": rope_theta, "rope_scaling": null, "attention_bias": false, "mlp_bias": false,
             "attention_dropout": 0.0, "tie_word_embeddings": tie, "bos_token_id": bos, "eos_token_id": eos,
             "pad_token_id": null,
         }),
-        ModelConfig::Bert(BertConfig { layers, heads, width, hidden, context, dropout }) => json!({
+        ModelConfig::Bert(BertConfig { layers, heads, width, context, dropout, .. }) => json!({
             "architectures": ["BertForSequenceClassification"], "model_type": "bert", "vocab_size": vocab,
-            "hidden_size": width, "intermediate_size": hidden, "num_hidden_layers": layers,
+            "hidden_size": width, "intermediate_size": sizes.hidden, "num_hidden_layers": layers,
             "num_attention_heads": heads, "max_position_embeddings": context, "type_vocab_size": 2,
             "hidden_act": "gelu", "layer_norm_eps": eps, "hidden_dropout_prob": dropout,
             "attention_probs_dropout_prob": dropout, "position_embedding_type": "absolute",
             "problem_type": "single_label_classification", "pad_token_id": pad_id(tokenizer),
         }),
-        ModelConfig::Vit(VitConfig { patch, layers, heads, width, ratio, dropout }) => {
+        ModelConfig::Vit(VitConfig { patch, layers, heads, width, dropout, .. }) => {
             let InputSpec::Floats { shape } = &source.features.input else { return None };
             let &[height, image_width, channels] = shape.as_slice() else { return None };
             let size = if height == image_width { json!(height) } else { json!([height, image_width]) };
             json!({
                 "architectures": ["ViTForImageClassification"], "model_type": "vit", "image_size": size,
                 "patch_size": patch, "num_channels": channels, "hidden_size": width,
-                "intermediate_size": ratio * width, "num_hidden_layers": layers,
+                "intermediate_size": sizes.hidden, "num_hidden_layers": layers,
                 "num_attention_heads": heads, "hidden_act": "gelu", "layer_norm_eps": eps,
                 "hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout, "qkv_bias": true,
             })
@@ -242,7 +235,7 @@ mod tests {
             let source = ExportSource {
                 name: "vit",
                 model: &model,
-                ranks: Default::default(),
+                reductions: Default::default(),
                 features: &features,
                 weights: "".as_ref(),
                 statistics: "".as_ref(),

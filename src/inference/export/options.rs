@@ -8,6 +8,7 @@ use super::gguf::Quantization;
 use super::weights::WeightDtype;
 use crate::inference::quantization::ClipMethod;
 use crate::inference::quantization::blocks::BlockBits;
+pub(super) use crate::job::INT8_KINDS;
 
 /// The files to export to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -192,9 +193,6 @@ impl QuantizedType {
         Self::all().into_iter().filter(move |quantized| quantized.formats().contains(&format))
     }
 }
-
-/// Models whose layers have a form in 8-bit integers.
-pub(super) const INT8_KINDS: [&str; 4] = ["mlp", "cnn", "resnet", "mobilenet"];
 
 /// Models whose matrices are quantized in blocks.
 const BLOCK_KINDS: [&str; 4] = ["gpt", "llama", "bert", "vit"];

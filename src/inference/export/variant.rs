@@ -6,7 +6,7 @@ use super::error::ExportError;
 use super::safetensors_file::{self, TensorHeader};
 use super::weights::{WeightDtype, WeightFiles, all_specs};
 use crate::inference::trained_model::TrainedModel;
-use crate::job::Ranks;
+use crate::job::{Ranks, Reductions};
 use crate::kernels::low_rank::{Factors, Matrix, factorize};
 use crate::models;
 use crate::params::{MatrixLayer, TensorSpec, TensorUse};
@@ -19,7 +19,8 @@ pub fn write_variant(
     sparsity: f64,
     path: &Path,
 ) -> Result<(), ExportError> {
-    let layout = models::build_factorized(&model.job.model, model.features(), ranks)?.layout;
+    let reductions = Reductions { ranks: ranks.clone(), ..Reductions::of_job(&model.job) };
+    let layout = models::build_reduced(&model.job.model, model.features(), &reductions)?.layout;
     let files = WeightFiles::open(&model.weights, &model.statistics)?;
     let specs: Vec<&TensorSpec> = all_specs(&layout).collect();
     let headers: Vec<TensorHeader> =

@@ -15,7 +15,7 @@ use crate::data::language::tokenizer::{
 use crate::graph::network::StepError;
 use crate::inference::session::SessionOptions;
 use crate::inference::trained_model::{Origin, TrainedModel};
-use crate::job::{ModelConfig, NO_RANKS, Ranks, SourceConfig};
+use crate::job::{ModelConfig, NO_REDUCTIONS, Reductions, SourceConfig};
 use crate::kernels::matmul;
 use crate::memory::Reservation;
 use crate::memory::process::{ProcessMemory, ThreadStacks};
@@ -97,7 +97,7 @@ fn read_characters(file: &Path) -> Option<CharTokenizer> {
 /// Weights in memory.
 pub struct LanguageModel {
     config: ModelConfig,
-    ranks: Ranks,
+    reductions: Reductions,
     vocab: usize,
     dtype: DType,
     backend: Backend,
@@ -111,7 +111,7 @@ pub struct LanguageModel {
 pub fn context(model: &TrainedModel) -> Result<usize, GenerateError> {
     let input = GenerationInputs {
         model: &model.job.model,
-        ranks: &NO_RANKS,
+        reductions: &NO_REDUCTIONS,
         vocab: 0,
         dtype: DType::F32,
         backend: Backend::Cpu { threads: 1 },
@@ -135,13 +135,19 @@ impl LanguageModel {
             None => Backend::Cpu { threads: rayon::current_num_threads() },
         };
         let dtype = activation_dtype(model.job.train.precision, backend);
-        let (config, ranks) = (model.job.model.clone(), model.job.ranks());
+        let (config, reductions) = (model.job.model.clone(), Reductions::of_job(&model.job));
         let InputSpec::Tokens { vocab, .. } = model.features().input else {
             let (kind, why) = (config.kind(), "its inputs are not tokens".to_owned());
             return Err(GenerateError::from(GenerationPlanError::NoTextModel { kind, why }).into());
         };
-        let inputs =
-            GenerationInputs { model: &config, ranks: &ranks, vocab, dtype, backend, weight_bytes: 0 };
+        let inputs = GenerationInputs {
+            model: &config,
+            reductions: &reductions,
+            vocab,
+            dtype,
+            backend,
+            weight_bytes: 0,
+        };
         let layout = inputs.layout().map_err(GenerateError::from)?;
         let weight_bytes = (layout.params.len * dtype.size_in_bytes()) as u64;
         let stacks = ThreadStacks {
@@ -177,7 +183,7 @@ impl LanguageModel {
         let device = options.gpu.as_ref().map_or(Device::Cpu, |gpu| gpu.device.clone());
         let store = ParamStore::for_inference(layout, dtype, &device).map_err(GenerateError::from)?;
         load_views(&model.weights, &store.layout.params, store.weight_views())?;
-        Ok(Self { config, ranks, vocab, dtype, backend, plan, store, ledgers, _reserved: reserved })
+        Ok(Self { config, reductions, vocab, dtype, backend, plan, store, ledgers, _reserved: reserved })
     }
 
     pub fn plan(&self) -> &GenerationPlan {
@@ -188,7 +194,7 @@ impl LanguageModel {
     pub fn generator(&self) -> Result<Generator<'_>, GenerateError> {
         let inputs = GenerationInputs {
             model: &self.config,
-            ranks: &self.ranks,
+            reductions: &self.reductions,
             vocab: self.vocab,
             dtype: self.dtype,
             backend: self.backend,

@@ -52,8 +52,8 @@ fn check(model: &str, vocab: usize, weights: &BTreeMap<String, Tensor>, prompt: 
         cast_into(&weight, &view.flatten_all().unwrap()).unwrap();
     }
     let backend = test_spec(1, dtype).backend;
-    let ranks = &crate::job::NO_RANKS;
-    let inputs = GenerationInputs { model: &config, ranks, vocab, dtype, backend, weight_bytes: 0 };
+    let reductions = &crate::job::NO_REDUCTIONS;
+    let inputs = GenerationInputs { model: &config, reductions, vocab, dtype, backend, weight_bytes: 0 };
     let request =
         GenerationRequest { sequences: 1, longest_prompt: prompt.len(), longest_sequence: expected.len() };
     let ledger = Ledger::new(1 << 30, None);

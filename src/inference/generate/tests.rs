@@ -37,8 +37,8 @@ impl Subject {
 
     fn inputs(&self) -> GenerationInputs<'_> {
         let backend = test_spec(1, self.dtype).backend;
-        let (ranks, dtype) = (&crate::job::NO_RANKS, self.dtype);
-        GenerationInputs { model: &self.model, ranks, vocab: VOCAB, dtype, backend, weight_bytes: 0 }
+        let (reductions, dtype) = (&crate::job::NO_REDUCTIONS, self.dtype);
+        GenerationInputs { model: &self.model, reductions, vocab: VOCAB, dtype, backend, weight_bytes: 0 }
     }
 
     /// The plan for these sizes, with the chunk shortened to `chunk`.

@@ -3,15 +3,19 @@
 use std::sync::Arc;
 
 use super::points::{self, Observers};
-use super::{ActivationPoints, ActivationQuantization, ClipMethod};
+use super::{ActivationPoints, ActivationQuantization, AffineQuantization, ClipMethod};
 use crate::data::Dataset;
 use crate::inference::session::{PassOutput, Session, SessionOptions};
 use crate::inference::trained_model::TrainedModel;
+use crate::job::Reductions;
+use crate::kernels::fake_quantize::RANGE_LEN;
 use crate::models;
+use crate::params::activation_range_name;
 use crate::train::Failure;
+use crate::train::tensor_reader::TensorReader;
 
-/// The quantization of every point of `model`, from `samples` drawn of `dataset`. `progress` is called with the
-/// samples done.
+/// The quantization of every point of `model`, from `samples` drawn of `dataset`, or from the range that training found.
+/// `progress` is called with the samples done.
 pub fn calibrate(
     model: &mut TrainedModel,
     dataset: &Arc<dyn Dataset>,
@@ -20,7 +24,7 @@ pub fn calibrate(
     options: &SessionOptions,
     mut progress: impl FnMut(u64),
 ) -> Result<ActivationQuantization, Failure> {
-    let built = models::build_factorized(&model.job.model, model.features(), &model.job.ranks())?;
+    let built = models::build_reduced(&model.job.model, model.features(), &Reductions::of_job(&model.job))?;
     let mut network = built.network;
     let names = points::insert(&mut network, &[], &ActivationPoints::None).unwrap_or_default();
     let held_bytes = options.held_bytes + names.len() as u64 * Observers::BYTES;
@@ -42,5 +46,26 @@ pub fn calibrate(
         progress(done);
         Ok(())
     })?;
-    Ok(observers.quantization(method))
+    let mut found = observers.quantization(method);
+    found.extend(trained_ranges(model, &names)?);
+    Ok(found)
+}
+
+/// The quantization of these points by the ranges of training, which has none of the logits; empty for a model that was
+/// trained in floats.
+fn trained_ranges(model: &TrainedModel, names: &[String]) -> Result<ActivationQuantization, Failure> {
+    let mut ranges = ActivationQuantization::new();
+    if !model.rounds() {
+        return Ok(ranges);
+    }
+    let file = TensorReader::open_checkpoint(&model.statistics)?;
+    for point in names {
+        let Some(info) = file.info(&activation_range_name(point)) else { continue };
+        if info.shape != [RANGE_LEN] {
+            return Err(file.mismatch(format!("the range of `{point}` has shape {:?}", info.shape)));
+        }
+        let values = file.values(info).map_err(Failure::io("read", &model.statistics))?;
+        ranges.insert(point.clone(), AffineQuantization::of_range(values[0], values[1]));
+    }
+    Ok(ranges)
 }

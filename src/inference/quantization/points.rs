@@ -1,10 +1,6 @@
-//! Where a network is quantized: at its input, and after every layer that computes new values. Pooling by the maximum,
-//! flattening and dropout hand on what they take. The logits have a point too, which the session applies.
-//!
-//! A layer with batch norm has one point, after the norm, which is folded into it. An activation that does more than
-//! clamp becomes a layer with a point before and after it, since a runtime computes the two apart.
+//! The layers that observe or round the activations of a trained network, at the points of
+//! [`quantization`](crate::graph::quantization). The logits have a point too, which the session applies.
 
-use std::any::Any;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -14,20 +10,10 @@ use rayon::prelude::*;
 use super::histogram::{ClipMethod, Histogram};
 use super::{ActivationPoints, ActivationQuantization, AffineQuantization};
 use crate::base::MicroBatchSpec;
-use crate::graph::network::{Network, Node};
-use crate::kernels::{Activation, ClampActivation, cpu, host};
-use crate::layers::activation::ActivationLayer;
-use crate::layers::batch_norm::BatchNorm;
-use crate::layers::categorical_embedding::CategoricalEmbedding;
-use crate::layers::conv::Conv2d;
-use crate::layers::dropout::Dropout;
-use crate::layers::flatten::Flatten;
-use crate::layers::linear::Linear;
-use crate::layers::max_pool::MaxPool;
+use crate::graph::network::Network;
+pub use crate::graph::quantization::INPUT;
+use crate::kernels::{cpu, host};
 use crate::layers::{Cost, Layer, PassContext, SavedTensors};
-
-/// The point of what the network takes.
-pub const INPUT: &str = "input";
 
 /// The histograms of the points of a network.
 #[derive(Default)]
@@ -126,14 +112,6 @@ impl Layer for QuantizationPoint {
     }
 }
 
-/// A network that is quantized, and the names of its points so far.
-struct PointInsertion<'a> {
-    points: &'a ActivationPoints,
-    names: Vec<String>,
-    /// A point that has no quantization.
-    missing: Option<String>,
-}
-
 /// Inserts the points of `network`, whose samples have this shape. Returns their names; that of the logits, for which
 /// the network has no layer, is the last. `Err` is a point without a quantization.
 pub fn insert(
@@ -141,95 +119,27 @@ pub fn insert(
     input: &[usize],
     points: &ActivationPoints,
 ) -> std::result::Result<Vec<String>, String> {
-    let mut insertion = PointInsertion { points, names: Vec::new(), missing: None };
-    let embeds =
-        network.layers().first().is_some_and(|layer| (*layer as &dyn Any).is::<CategoricalEmbedding>());
-    for (at, block) in network.blocks.iter_mut().enumerate() {
-        let mut nodes = Vec::new();
-        // Categories are indices, which do not round.
-        if at == 0 && !embeds {
-            nodes.extend(insertion.point(INPUT, input.to_vec()));
-        }
-        nodes.extend(insertion.nodes(std::mem::take(&mut block.nodes)));
-        block.nodes = nodes;
-    }
-    let logits = network.loss.name().to_owned();
-    // Only whether the logits have a quantization is of interest.
-    drop(insertion.point(&logits, Vec::new()));
-    match insertion.missing {
-        Some(missing) => Err(missing),
-        None => Ok(insertion.names),
-    }
-}
-
-impl PointInsertion<'_> {
-    fn point(&mut self, name: &str, shape: Vec<usize>) -> Option<Node> {
-        self.names.push(name.to_owned());
-        let action = match self.points {
+    let (mut names, mut missing) = (Vec::new(), None);
+    let mut make = |name: &str, shape: &[usize]| -> Option<Box<dyn Layer>> {
+        names.push(name.to_owned());
+        let action = match points {
             ActivationPoints::None | ActivationPoints::Inputs(_) => return None,
             ActivationPoints::Observe(observers) => PointAction::Observe(observers.clone()),
             ActivationPoints::Quantize(all) => match all.get(name) {
                 Some(quantization) => PointAction::Quantize(*quantization),
                 None => {
-                    self.missing.get_or_insert_with(|| name.to_owned());
+                    missing.get_or_insert_with(|| name.to_owned());
                     return None;
                 }
             },
         };
-        Some(Node::Layer(Box::new(QuantizationPoint { name: name.to_owned(), shape, action })))
-    }
-
-    fn nodes(&mut self, nodes: Vec<Node>) -> Vec<Node> {
-        let mut inserted = Vec::new();
-        let mut nodes = nodes.into_iter().peekable();
-        while let Some(node) = nodes.next() {
-            match node {
-                Node::Layer(mut layer) => {
-                    let (name, shape) = (layer.name().to_owned(), layer.output_shape());
-                    let any: &mut dyn Any = layer.as_mut();
-                    let hands_on = any.is::<MaxPool>() || any.is::<Flatten>() || any.is::<Dropout>();
-                    let is_conv = any.is::<Conv2d>();
-                    let act = match is_conv {
-                        true => any.downcast_mut::<Conv2d>().map(|conv| &mut conv.act),
-                        false => any.downcast_mut::<Linear>().map(Linear::act_mut),
-                    };
-                    let act = act.and_then(split_activation);
-                    inserted.push(Node::Layer(layer));
-                    let folds =
-                        is_conv && matches!(nodes.peek(), Some(Node::Layer(next)) if is_norm(next.as_ref()));
-                    if hands_on || (folds && act.is_none()) {
-                        continue;
-                    }
-                    inserted.extend(self.point(&name, shape.clone()));
-                    if let Some(act) = act {
-                        let name = format!("{name}.activation");
-                        let layer = ActivationLayer { name: name.clone(), shape: shape.clone(), act };
-                        inserted.push(Node::Layer(Box::new(layer)));
-                        inserted.extend(self.point(&name, shape));
-                    }
-                }
-                Node::Residual(mut residual) => {
-                    residual.branch = self.nodes(residual.branch);
-                    residual.shortcut = self.nodes(residual.shortcut);
-                    let (name, shape) = (residual.name.clone(), residual.output_shape.clone());
-                    inserted.push(Node::Residual(residual));
-                    inserted.extend(self.point(&name, shape));
-                }
-                Node::Fused(_) => inserted.push(node),
-            }
-        }
-        inserted
-    }
-}
-
-fn is_norm(layer: &dyn Layer) -> bool {
-    (layer as &dyn Any).is::<BatchNorm>()
-}
-
-/// Takes an activation that does more than clamp out of its layer.
-fn split_activation(act: &mut Activation) -> Option<Activation> {
-    match ClampActivation::from_activation(*act) {
-        Some(_) => None,
-        None => Some(std::mem::replace(act, Activation::Identity)),
+        Some(Box::new(QuantizationPoint { name: name.to_owned(), shape: shape.to_vec(), action }))
+    };
+    network.insert_points(input, &mut make);
+    // Only whether the logits have a quantization is of interest.
+    drop(make(network.loss.name(), &[]));
+    match missing {
+        Some(missing) => Err(missing),
+        None => Ok(names),
     }
 }

@@ -99,11 +99,13 @@ impl Evaluation {
         self.stop.count(value, watched, &setup.job.stop);
         let rank = setup.job.checkpoint.best;
         let value = self.metrics.get(&rank.name()).copied().unwrap_or(f64::NAN);
-        // The weights of before the last selection are not what the job asks for, however good they are.
-        let is_as_sparse = |before: u64| {
-            setup.job.prune.as_ref().is_none_or(|prune| prune.sparsity(before) >= prune.sparsity(step))
+        // The weights of before the last selection, or in floats, are not what the job asks for, however good they are.
+        let is_as_small = |before: u64| {
+            let (prune, quantize) = (setup.job.pruning(), setup.job.quantize.as_ref());
+            prune.is_none_or(|prune| prune.sparsity(before) >= prune.sparsity(step))
+                && quantize.is_none_or(|config| config.rounds_after(before) == config.rounds_after(step))
         };
-        let rival = self.best.filter(|(_, before)| is_as_sparse(*before));
+        let rival = self.best.filter(|(_, before)| is_as_small(*before));
         let better = rival.is_none_or(|(best, _)| rank.improves(value, best)) && !value.is_nan();
         if better {
             self.best = Some((value, step));

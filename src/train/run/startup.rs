@@ -35,6 +35,7 @@ pub(super) fn plan_run(
 ) -> Result<PlannedRun, Failure> {
     if let Some(state) = previous {
         low_rank::keep_ranks(&mut job, &state.job);
+        keep_begin_step(&mut job, &state.job);
     }
     let ram_cap = options.restart.as_ref().and_then(|restart| restart.max_ram);
     let ram = ram_cap.map_or(options.ram, |most| most.min(options.ram));
@@ -63,6 +64,13 @@ pub(super) fn plan_run(
         }
         PlanVerdict::DoesNotFit => Err(Failure::DoesNotFit(Box::new(plan))),
         PlanVerdict::Fits | PlanVerdict::FitsAfterShrink => Ok(PlannedRun { setup, plan, ram, data }),
+    }
+}
+
+/// Takes the `quantize.begin_step` of the job of a checkpoint, as JSON, if `job` states none.
+fn keep_begin_step(job: &mut Job, before: &serde_json::Value) {
+    if let (Some(quantize), Some(begin)) = (&mut job.quantize, before["quantize"]["begin_step"].as_u64()) {
+        quantize.begin_step.get_or_insert(begin);
     }
 }
 
@@ -286,6 +294,7 @@ impl Run<'_> {
         if let Some((state, path)) = found {
             checkpoint::load(&path, &self.ctx.engine.checkpoint_tensors())?;
             self.ctx.position.resume(&state);
+            self.ctx.engine.round_weights(state.step)?;
             self.clock.resume(state.elapsed_s, state.data_wait_s);
             self.grad_scaler = state.grad_scaler;
             self.skipped_records = SkippedRecordLog::resumed(state.skipped_records);

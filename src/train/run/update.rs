@@ -6,6 +6,7 @@ use crate::data::digest::Digest;
 use crate::data::split::DatasetSplit;
 use crate::events::activity::Work;
 use crate::events::event::Event;
+use crate::job::QuantizeConfig;
 use crate::kernels::grad_stats::GradStats;
 use crate::memory::measure;
 use crate::optim::grad_scaler::StepDecision;
@@ -91,7 +92,7 @@ impl Run<'_> {
             UpdateGradStats::Pending(_) => StepDecision::Apply,
         };
         let ctx = &mut self.ctx;
-        let pruning = ctx.engine.reserve_pruning(step + 1)?;
+        let compression = ctx.engine.reserve_compression(step + 1)?;
         match decision {
             StepDecision::Diverged => {
                 let (stats, checkpoints) = (grad_stats.read()?, &self.checkpoints);
@@ -101,11 +102,17 @@ impl Run<'_> {
             StepDecision::Apply => ctx.engine.update(&grad_stats, lr, step + 1 - self.grad_scaler.skipped)?,
         }
         // By the steps of the run: an update that is skipped does not postpone it.
-        if let Some(PrunedCount { pruned, weights }) = ctx.engine.prune(step + 1)? {
+        if let Some(PrunedCount { pruned, weights, units }) = ctx.engine.prune(step + 1)? {
             let sparsity = pruned as f64 / weights.max(1) as f64;
-            ctx.record(Event::Pruned { step: step + 1, sparsity, pruned, weights })?;
+            let (pruned_units, units) = (units.map(|count| count.pruned), units.map(|count| count.units));
+            ctx.record(Event::Pruned { step: step + 1, sparsity, pruned, weights, pruned_units, units })?;
         }
-        drop(pruning);
+        ctx.engine.quantize(step + 1)?;
+        let begins = |config: &QuantizeConfig| config.rounds_after(step + 1) && !config.rounds_after(step);
+        if ctx.setup.job.quantize.as_ref().is_some_and(begins) {
+            ctx.record(Event::Quantized { step: step + 1 })?;
+        }
+        drop(compression);
         ctx.train_loader = Some(train_loader);
         ctx.position.advance(&ids);
         self.skipped_records.keep(ctx, skipped)?;

@@ -92,6 +92,7 @@ pub fn case(
         set_prune(&mut Draw::new(seed, "prune"), &mut job, steps.then_some(updates));
         set_distill(&mut Draw::new(seed, "distill"), &mut job, classes);
     }
+    set_quantize(&mut Draw::new(seed, "quantize"), &mut job, steps.then_some(updates));
     set_lowrank(&mut Draw::new(seed, "lowrank"), &mut job, begins_with_weights);
     let mut log = Table::new();
     if draw.chance(0.9) {
@@ -317,10 +318,22 @@ fn set_prune(draw: &mut Draw, job: &mut Table, steps: Option<usize>) {
         false if draw.chance(0.3) => drop(table.set("structure", "weights")),
         false => {}
     }
-    if draw.chance(0.6) {
-        table.set("scope", draw.pick(&["tensor", "global"]));
+    let structures = unit_structures(job);
+    let has_units = !structures.is_empty() && table.contains_key("final") && draw.chance(0.3);
+    if has_units {
+        table.set("structure", draw.pick(&structures));
     }
-    if draw.chance(0.3) {
+    let is_heads = table.get("structure").and_then(Value::as_str) == Some("heads");
+    if draw.chance(0.6) {
+        table.set("scope", if is_heads { "tensor" } else { draw.pick(&["tensor", "global"]) });
+    }
+    if has_fours && draw.chance(0.2) {
+        let (layer, units) = if kind == "resnet" { ("layer1.0.conv1", 64) } else { ("features.18.0", 1280) };
+        let mut kept = Table::new();
+        kept.number(layer, draw.within(1..=units));
+        table.set("kept", kept);
+    }
+    if !has_units && draw.chance(0.3) {
         // Patterns that leave a matrix of every model of the kind.
         let skip = match kind {
             "resnet" => "conv1",
@@ -332,6 +345,49 @@ fn set_prune(draw: &mut Draw, job: &mut Table, steps: Option<usize>) {
         table.set("skip", skip);
     }
     job.set("prune", table);
+}
+
+/// Rounding to 8-bit integers, of models that have a form in them. Drawn apart, like the loss.
+fn set_quantize(draw: &mut Draw, job: &mut Table, steps: Option<usize>) {
+    let kind = job["model"].get("kind").and_then(Value::as_str).unwrap_or_default();
+    if !matches!(kind, "mlp" | "cnn" | "resnet" | "mobilenet") || !draw.chance(0.2) {
+        return;
+    }
+    let mut table = Table::new();
+    let training = draw.chance(0.9);
+    table.set("training", training);
+    if training && draw.chance(0.5) {
+        table.number("begin_step", draw.within(1..=steps.unwrap_or(2)));
+    }
+    job.set("quantize", table);
+}
+
+/// The units that a model has more than one of in a layer, none of them frozen.
+fn unit_structures(job: &Table) -> Vec<&'static str> {
+    let (model, mut found) = (&job["model"], Vec::new());
+    if job["train"].get("freeze").is_some() {
+        return found;
+    }
+    let list = |key: &str| model.get(key).and_then(Value::as_array).cloned();
+    let is_wide = |width: &Value| width.as_integer().is_some_and(|width| width > 1);
+    let has_wide =
+        |key: &str, by_default: bool| list(key).map_or(by_default, |widths| widths.iter().any(is_wide));
+    let has_stages = list("stages").is_none_or(|stages| {
+        let norm = |stage: &Value| stage.get("norm").and_then(Value::as_str).unwrap_or("group") != "group";
+        stages.iter().any(|stage| norm(stage) && stage.get("channels").is_some_and(is_wide))
+    });
+    let has = match model.get("kind").and_then(Value::as_str).unwrap_or_default() {
+        "mlp" => has_wide("hidden", true),
+        "cnn" => has_stages || has_wide("hidden", false),
+        kind => kind != "layers",
+    };
+    if has {
+        found.push("channels");
+    }
+    if model.get("kv_heads").or(model.get("heads")).is_some_and(is_wide) {
+        found.push("heads");
+    }
+    found
 }
 
 /// Factorized layers, of models that are wide enough. Drawn apart, like the loss.
@@ -346,6 +402,10 @@ fn set_lowrank(draw: &mut Draw, job: &mut Table, has_weights: bool) {
         "bert" => "*.output.dense",
         _ => return,
     };
+    let structure = job.get("prune").and_then(|prune| prune.get("structure")).and_then(Value::as_str);
+    if matches!(structure, Some("channels" | "heads")) {
+        return;
+    }
     let is_large = matches!(kind, "resnet" | "mobilenet");
     // Factors of narrow layers are not smaller.
     let width = job["model"].get("width").and_then(Value::as_integer).unwrap_or(0);

@@ -170,7 +170,7 @@ impl Case {
         let source = ExportSource {
             name: self.name,
             model: &self.model,
-            ranks: Default::default(),
+            reductions: Default::default(),
             features: &self.features,
             weights: &weights,
             statistics: &weights,
