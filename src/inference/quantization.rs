@@ -21,7 +21,6 @@ pub use crate::kernels::fake_quantize::AffineQuantization;
 
 use self::input_products::InputProducts;
 use self::points::Observers;
-use crate::kernels::fake_quantize::symmetric_scale;
 
 /// The quantization of each point, by its name.
 pub type ActivationQuantization = BTreeMap<String, AffineQuantization>;
@@ -44,7 +43,8 @@ pub fn quantize_rows(values: &[f32], rows: usize) -> (Vec<i8>, Vec<f32>) {
     let mut scales = Vec::with_capacity(rows);
     for row in values.chunks_exact((values.len() / rows).max(1)) {
         let largest = row.iter().fold(0f32, |most, value| most.max(value.abs()));
-        let scale = symmetric_scale(largest);
+        let scale = largest / 127.0;
+        let scale = if scale.is_normal() { scale } else { 1.0 };
         quantized
             .extend(row.iter().map(|value| (value / scale).round_ties_even().clamp(-127.0, 127.0) as i8));
         scales.push(scale);

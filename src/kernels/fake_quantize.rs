@@ -10,7 +10,7 @@ use rayon::prelude::*;
 
 use super::clamp::clamp;
 use super::update::cast_into;
-use super::{Elem, Real, cpu, host, kernel_timer, reference as backend};
+use super::{Elem, Real, cpu, host, kernel_timer, reference as reference_kernel};
 use crate::base::Backend;
 use crate::{vectorised, with_elem};
 
@@ -51,8 +51,8 @@ impl AffineQuantization {
 }
 
 /// The step between the values of a weight whose largest magnitude this is, -127 to 127 of them. It has 16 significant
-/// bits, so that its multiples are exact and rounding a rounded weight changes no bit.
-pub fn symmetric_scale(largest: f32) -> f32 {
+/// bits, so that its multiples are exact and rounding a rounded weight changes no bit; an export has all 24.
+fn symmetric_scale(largest: f32) -> f32 {
     let scale = largest / 127.0;
     // Veltkamp's splitting.
     let spread = scale * 257.0;
@@ -199,7 +199,7 @@ pub const GPU_COPIES: u64 = 8;
 /// and the highest value of `x`.
 pub fn forward(x: &Tensor, range: &Tensor, observe: bool) -> Result<Tensor> {
     let _scope = kernel_timer::enter(module_path!());
-    if !backend::has_cpu_kernel(x) {
+    if !reference_kernel::has_cpu_kernel(x) {
         if observe {
             observe_reference(x, range)?;
         }
@@ -252,7 +252,7 @@ fn observe_reference(x: &Tensor, range: &Tensor) -> Result<()> {
 /// `dx = dy` where `x` is in the range, else 0.
 pub fn backward(x: &Tensor, dy: &Tensor, range: &Tensor) -> Result<Tensor> {
     let _scope = kernel_timer::enter(module_path!());
-    if !backend::has_cpu_kernel(x) {
+    if !reference_kernel::has_cpu_kernel(x) {
         let v = x.to_dtype(acc_dtype(x.dtype()))?;
         let mask = TensorGrid::new(range, v.dtype())?.mask(&v)?;
         return mask.where_cond(dy, &dy.zeros_like()?);
@@ -303,7 +303,7 @@ pub fn rows_workspace(len: usize, backend: Backend) -> u64 {
 /// `into` in place.
 pub fn round_rows(from: Option<&Tensor>, into: &Tensor, rows: usize) -> Result<()> {
     let _scope = kernel_timer::enter(module_path!());
-    if !backend::has_cpu_kernel(into) {
+    if !reference_kernel::has_cpu_kernel(into) {
         return cast_into(&reference_rows(from.unwrap_or(into), rows)?, into);
     }
     let width = (into.elem_count() / rows.max(1)).max(1);
