@@ -31,6 +31,8 @@ fn student(teacher: &str, model: &str, train: &str, distill: &str) -> tempfile::
 
 fn fit(at: &Path, run: &str, more: &[&str]) -> Vec<f64> {
     trainer(at, &[&["fit", "job.toml", "--run-dir", run, "-q"], more].concat()).expect(0);
+    // Without a checkpoint, the run is known by its job, which must be a valid one.
+    trainer(at, &["check", &format!("{run}/job.toml"), "-q"]).expect(0);
     losses(&events(&at.join(run)))
 }
 

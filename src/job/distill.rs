@@ -28,7 +28,7 @@ pub struct DistillConfig {
     pub logits: LogitSource,
     /// With `logits = "stored"`: how many logits are kept per sample, for language models per token: the largest ones,
     /// in 16 bits, and the sum of the others. The divergence is that of these classes, and of all others as one.
-    #[serde(default = "top_k")]
+    #[serde(default = "top_k", skip_serializing_if = "is_default_top_k")]
     #[schemars(range(min = 1, max = 65_536))]
     pub top_k: usize,
     /// Features that the model also learns from: `[[distill.features]]`, one table each.
@@ -88,6 +88,11 @@ fn weight() -> f64 {
 
 fn top_k() -> usize {
     16
+}
+
+/// A resolved job states it only if the user did: without stored logits it has no effect, which is an error.
+fn is_default_top_k(value: &usize) -> bool {
+    *value == top_k()
 }
 
 fn feature_weight() -> f64 {
