@@ -45,9 +45,13 @@ impl Groups<'_> {
 
     /// The outputs of a linear layer or convolution, the norm after it, and the inputs of the layer that takes them.
     fn add_between(&mut self, layer: &str, norm: Option<&str>, next: &str) {
+        let [layer_weight, next_weight] = [layer, next].map(|name| format!("{name}.weight"));
+        let size = |tensor: &str, axis: usize| self.spec(tensor).map_or(1, |spec| spec.shape[axis]);
+        // A flattened image has all positions of one channel after the other.
+        let block = size(&next_weight, IN) / size(&layer_weight, OUT);
         let mut tensors = outputs(layer);
         tensors.extend(norm.into_iter().flat_map(of_norm));
-        tensors.push((format!("{next}.weight"), IN, 1));
+        tensors.push((next_weight, IN, block.max(1)));
         self.add(layer, tensors);
     }
 
@@ -59,7 +63,6 @@ impl Groups<'_> {
                     let name = format!("stages.{i}");
                     let next = match i + 1 < cnn.stages.len() {
                         true => format!("stages.{}", i + 1),
-                        // Its inputs are the channels of one position after the other.
                         false => "layers.0".to_owned(),
                     };
                     match stage.norm {
