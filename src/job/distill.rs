@@ -27,7 +27,8 @@ pub struct DistillConfig {
     #[serde(default)]
     pub logits: LogitSource,
     /// With `logits = "stored"`: how many logits are kept per sample, for language models per token: the largest ones,
-    /// in 16 bits, and the sum of the others. The divergence is that of these classes, and of all others as one.
+    /// in 16 bits, and the sum of the others; 16 if absent. The divergence is that of these classes, and of all others as
+    /// one.
     #[serde(default = "top_k", skip_serializing_if = "is_default_top_k")]
     #[schemars(range(min = 1, max = 65_536))]
     pub top_k: usize,
