@@ -402,8 +402,10 @@ fn set_lowrank(draw: &mut Draw, job: &mut Table, has_weights: bool) {
         "bert" => "*.output.dense",
         _ => return,
     };
-    let structure = job.get("prune").and_then(|prune| prune.get("structure")).and_then(Value::as_str);
-    if matches!(structure, Some("channels" | "heads")) {
+    let prune = |key: &str| job.get("prune").and_then(|prune| prune.get(key));
+    let structure = prune("structure").and_then(Value::as_str);
+    // A factorized layer has no units to keep.
+    if matches!(structure, Some("channels" | "heads")) || prune("kept").is_some() {
         return;
     }
     let is_large = matches!(kind, "resnet" | "mobilenet");
