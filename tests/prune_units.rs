@@ -117,8 +117,8 @@ fn exports_are_without_pruned_units() {
             let written = trainer(at, &[&args, dtype].concat()).expect(0).json();
             let pairs = written["comparison"].as_array().unwrap();
             assert!(!pairs.is_empty(), "{what} as {format}: {written}");
-            // Ranks of almost equal outputs may change.
-            for pair in pairs.iter().filter(|pair| pair["metric"] == "loss") {
+            // Its ranks of almost equal outputs may change.
+            for pair in pairs.iter().filter(|pair| pair["metric"] != "roc_auc") {
                 let [before, after] = ["before", "after"].map(|key| pair[key].as_f64().unwrap());
                 assert!((before - after).abs() <= 1e-4 * before.abs().max(1.0), "{what} as {format}: {pair}");
             }
