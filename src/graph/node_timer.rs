@@ -86,7 +86,7 @@ pub fn start(clock: Clock, gpu: Option<Arc<GpuDevice>>) {
     RECORDING.set(Some(Recording { clock, gpu, spans: Vec::new() }));
 }
 
-/// A recording that has ended. Its times can be told once the device has got there.
+/// A recording that has ended. Its times are known once the device has run it.
 pub struct Recorded {
     nodes: Vec<(NodeSpan, Moment, Moment)>,
     kernels: Vec<KernelCall>,

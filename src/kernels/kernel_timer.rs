@@ -20,7 +20,7 @@ pub struct KernelSpan {
     pub self_seconds: f64,
 }
 
-/// A call that has ended. Its times can be told once the device has got there.
+/// A call that has ended. Its times are known once the device has run it.
 pub struct KernelCall {
     kernel: &'static str,
     start: Moment,

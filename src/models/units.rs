@@ -1,5 +1,5 @@
 //! Which values of a model form a unit that can be pruned as a whole, a channel or an attention head, and a model's
-//! `[model]` without some of them. The names of the groups are those that the builders of the models ask for.
+//! `[model]` without some of them. The names of the groups are those that the builders of the models use.
 
 use crate::job::{Job, ModelConfig, NormKind, PruneConfig, PruneStructure, UnitCounts};
 use crate::params::{ParamLayout, TensorSpec, UnitGroup, UnitSlice};

@@ -213,7 +213,7 @@ pub fn profile(
 /// Updates before the measured ones: algorithms are chosen and memory is mapped in the first.
 pub const WARM_UPS: u64 = 3;
 
-/// A profiled update, before its times are told.
+/// A profiled update, before its times are known.
 struct RecordedUpdate {
     /// Since the first of them.
     start_s: f64,

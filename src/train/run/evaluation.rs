@@ -99,7 +99,7 @@ impl Evaluation {
         self.stop.count(value, watched, &setup.job.stop);
         let rank = setup.job.checkpoint.best;
         let value = self.metrics.get(&rank.name()).copied().unwrap_or(f64::NAN);
-        // The weights of before the last selection, or in floats, are not what the job asks for, however good they are.
+        // The weights of before the last selection, or in floats, are not what the job states, however good they are.
         let is_as_small = |before: u64| {
             let (prune, quantize) = (setup.job.pruning(), setup.job.quantize.as_ref());
             prune.is_none_or(|prune| prune.sparsity(before) >= prune.sparsity(step))
