@@ -22,7 +22,7 @@ use super::matmul::{
     matmul_workspace, round,
 };
 use super::metric_sums::{self, MetricSums, PendingMetricSums};
-use super::{Activation, Elem, Real, cpu, reference};
+use super::{Activation, Elem, Real, cpu, lanes, reference};
 use crate::{vectorised, with_elem};
 
 /// Targets with this value contribute to neither the loss nor the metrics.
@@ -400,13 +400,9 @@ impl LinearCrossEntropy<'_> {
         let (classes, target) = (row.len(), pair[0].0);
         let weight = |class: usize| row_weight * self.class_weights.map_or(1.0, |w| w[class] as f64);
         let target_logit = row[target];
-        let mut max_logit = R::NEG_INFINITY;
-        let (mut above, mut equal_before) = (0u64, 0u64);
-        for (class, &s) in row.iter().enumerate() {
-            max_logit = max_logit.larger(s);
-            above += (s > target_logit) as u64;
-            equal_before += (s == target_logit && class < target) as u64;
-        }
+        let max_logit = lanes::max(row);
+        let above = row.iter().filter(|s| **s > target_logit).count() as u64;
+        let equal_before = row[..target].iter().filter(|s| **s == target_logit).count() as u64;
         // Ties go to the lower class index, so that constant logits do not count as correct.
         let rank = above + equal_before;
         let is_number = !target_logit.as_f64().is_nan();
@@ -419,11 +415,8 @@ impl LinearCrossEntropy<'_> {
             true => row.iter().enumerate().map(|(c, &s)| weight(c) * (s - max_logit).as_f64()).sum(),
             false => 0.0,
         };
-        let mut total = R::ZERO;
-        for s in row.iter_mut() {
-            *s = (*s - max_logit).exp();
-            total += *s;
-        }
+        row.iter_mut().for_each(|s| *s = (*s - max_logit).exp());
+        let total = lanes::sum([&*row], |[s]| s);
         let log_total = total.as_f64().ln();
         let smoothing_per_class = self.smoothing / classes as f64;
         let class_weight_sum: f64 = match (self.smoothing > 0.0, self.class_weights) {

@@ -198,6 +198,12 @@ pub fn hotspots(profile: &Profile) -> Vec<String> {
             ));
         }
     }
+    if let Some(enqueue_s) = profile.enqueue_s.filter(|seconds| *seconds > profile.update_s) {
+        found.push(format!(
+            "the host takes {} to enqueue an update: without CUDA graphs (`memory.graphs`) the GPU waits for it",
+            milliseconds(enqueue_s)
+        ));
+    }
     let plan = &profile.plan;
     let peak = plan.peak.ram_bytes.max(plan.peak.vram_bytes) as f64;
     let mut parts: Vec<_> = plan.parts.iter().collect();
@@ -323,6 +329,7 @@ mod tests {
             unprofiled_update_s: 0.0098,
             overhead_s: 0.0005,
             timestamps: 120,
+            enqueue_s: None,
             parts: vec![
                 part("wait for data", 0.002),
                 part("forward", 0.002),
@@ -369,6 +376,12 @@ mod tests {
         assert!(
             found[4].contains("of `conv1`") && found[4].contains("a smaller `train.batch_size`"),
             "{found:?}"
+        );
+        assert!(!found.iter().any(|line| line.contains("enqueue")));
+        let slow_host = hotspots(&Profile { enqueue_s: Some(0.02), ..profile() });
+        assert!(
+            slow_host.iter().any(|line| line.starts_with("the host takes 20.000 ms to enqueue")),
+            "{slow_host:?}"
         );
         let last = found.last().unwrap();
         assert!(last.starts_with("recomputing 1 block would free up to 1.00 TiB for 20.0 %"), "{last}");

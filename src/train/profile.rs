@@ -33,6 +33,8 @@ pub struct Profile {
     pub overhead_s: f64,
     /// Timestamps per update.
     pub timestamps: u64,
+    /// On a GPU, what the host takes to enqueue an update: without CUDA graphs, no update of a run takes less.
+    pub enqueue_s: Option<f64>,
     /// Everything that an update does, in order: these add up to `update_s`.
     pub parts: Vec<PartTime>,
     /// In the order of the network.
@@ -206,6 +208,7 @@ pub fn profile(
         unprofiled_update_s: unprofiled * per_update,
         overhead_s: overhead * per_update,
         timestamps: timestamps / updates,
+        enqueue_s: setup.gpu.is_some().then_some(head_start_s),
         parts: Vec::new(),
         nodes: node_profiles(setup, &spans.nodes, per_update),
         bf16_is_faster: setup.gpu.is_none() && setup.dtype == DType::F32 && dispatch() == Dispatch::Amx,

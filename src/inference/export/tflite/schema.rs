@@ -1,5 +1,7 @@
 //! The tables of a TFLite file that are written here, with the field numbers of `schema.fbs`, version 3.
 
+use std::collections::BTreeMap;
+
 use flatbuffers::{
     FlatBufferBuilder, ForwardsUOffset, Push, PushAlignment, TableFinishedWIPOffset, VOffsetT, Vector,
     WIPOffset,
@@ -109,6 +111,8 @@ type Tables<'a> = WIPOffset<Vector<'a, ForwardsUOffset<TableFinishedWIPOffset>>>
 pub(super) struct FileBuilder<'a> {
     builder: FlatBufferBuilder<'a>,
     buffers: Vec<Table>,
+    /// Zero points that tables share: those of weights are all 0, in 8 bytes each.
+    zero_points: BTreeMap<Vec<i64>, WIPOffset<Vector<'a, i64>>>,
 }
 
 /// The place of field `number` in a table's list of fields.
@@ -134,7 +138,11 @@ impl Push for AlignedByte {
 impl<'a> FileBuilder<'a> {
     /// `bytes` is what the file takes, or a little more.
     pub(super) fn new(bytes: usize) -> Self {
-        let mut this = Self { builder: FlatBufferBuilder::with_capacity(bytes), buffers: Vec::new() };
+        let mut this = Self {
+            builder: FlatBufferBuilder::with_capacity(bytes),
+            buffers: Vec::new(),
+            zero_points: BTreeMap::new(),
+        };
         // Buffer 0 is that of tensors without values.
         let table = this.builder.start_table();
         let empty = this.builder.end_table(table);
@@ -171,7 +179,8 @@ impl<'a> FileBuilder<'a> {
         });
         let quantization = tensor.quantization.as_ref().map(|quantization| {
             let scales = b.create_vector(&quantization.scales);
-            let zero_points = b.create_vector(&quantization.zero_points);
+            let shared = self.zero_points.entry(quantization.zero_points.clone());
+            let zero_points = *shared.or_insert_with_key(|values| b.create_vector(values));
             let table = b.start_table();
             b.push_slot_always(slot(2), scales);
             b.push_slot_always(slot(3), zero_points);
