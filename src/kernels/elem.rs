@@ -88,34 +88,49 @@ pub unsafe fn with_v4<R>(body: impl FnOnce() -> R) -> R {
     body()
 }
 
+/// Not `Copy`: a closure that moves it can be called once.
+pub struct Once;
+
+/// Its argument: an attribute may stand before an argument, and not before the value of a variable.
+#[inline(always)]
+pub fn closure<R, F: FnOnce() -> R>(closure: F) -> F {
+    closure
+}
+
 /// `vectorised!(T, || loop)` runs a loop over values of `T` compiled for the vector width of the
 /// [dispatch](super::dispatch).
 ///
-/// This is a macro, not a function, so that each width gets its own closure: a closure with a single call site is
-/// always inlined there and takes that site's target features. The assembler comment makes the closures differ;
-/// otherwise LLVM would merge them into one function without target features. All widths do the same arithmetic.
+/// This is a macro, not a function, so that each width gets a closure of its own, which is always inlined where it takes
+/// the target features of that width. A closure that is called instead has none, whoever calls it: its loops would run
+/// without vectors. It moves a [`Once`], since a closure that could be called twice is called through a function that
+/// is inlined only if it is short. All widths do the same arithmetic.
 #[macro_export]
 macro_rules! vectorised {
     ($T:ty, || $body:expr $(,)?) => {{
         #[cfg(target_arch = "x86_64")]
         {
             use $crate::kernels::dispatch::{Dispatch, dispatch};
-            use $crate::kernels::elem::{with_v3, with_v4};
+            use $crate::kernels::elem::{Once, closure, with_v3, with_v4};
+            let once = Once;
             // The constant comes first: if `VECTORIZE` is false, only the portable body is compiled.
             if <$T as $crate::kernels::Elem>::VECTORIZE && dispatch() >= Dispatch::Avx512 {
-                let body = || {
-                    // SAFETY: an assembler comment has no effect.
-                    unsafe { std::arch::asm!("# 4", options(nomem, nostack, preserves_flags)) };
-                    $body
-                };
+                let body = closure(
+                    #[inline(always)]
+                    || {
+                        let _once = once;
+                        $body
+                    },
+                );
                 // SAFETY: the dispatch has AVX-512.
                 unsafe { with_v4(body) }
             } else if <$T as $crate::kernels::Elem>::VECTORIZE && dispatch() == Dispatch::Avx2 {
-                let body = || {
-                    // SAFETY: an assembler comment has no effect.
-                    unsafe { std::arch::asm!("# 3", options(nomem, nostack, preserves_flags)) };
-                    $body
-                };
+                let body = closure(
+                    #[inline(always)]
+                    || {
+                        let _once = once;
+                        $body
+                    },
+                );
                 // SAFETY: the dispatch has AVX2.
                 unsafe { with_v3(body) }
             } else {

@@ -5,6 +5,9 @@
 //! in the range, and stops where it is clipped. The grid of a weight covers all its values, so nothing is clipped, and
 //! a norm that is folded into the weight, one factor per output, scales the grid with it.
 
+#[cfg(feature = "cuda")]
+mod gpu;
+
 use candle_core::{DType, Result, Tensor};
 use rayon::prelude::*;
 
@@ -100,6 +103,11 @@ impl<R: Real> Grid<R> {
     }
 }
 
+/// Ranges are in f32 but for checks of gradients, which compute in f64.
+fn has_gpu_kernel(range: &Tensor) -> bool {
+    range.dtype() == DType::F32
+}
+
 fn read_range(range: &Tensor) -> Result<[f64; RANGE_LEN]> {
     with_elem!(range.dtype(), R => {
         let values = host::read::<R>(range)?;
@@ -192,13 +200,13 @@ pub fn reference_rows(weights: &Tensor, rows: usize) -> Result<Tensor> {
     steps.broadcast_mul(&short)?.flatten_all()
 }
 
-/// Copies of the input in f32 that [`forward`] and [`backward`] take beside it where they have no kernel of their own.
-pub const GPU_COPIES: u64 = 8;
-
 /// `x` rounded to the grid of `range`; a copy if the range has no length yet. With `observe`, `range` keeps the lowest
 /// and the highest value of `x`.
 pub fn forward(x: &Tensor, range: &Tensor, observe: bool) -> Result<Tensor> {
     let _scope = kernel_timer::enter(module_path!());
+    if has_gpu_kernel(range) {
+        on_cuda!(x, |device| gpu::forward(device, x, range, observe));
+    }
     if !reference_kernel::has_cpu_kernel(x) {
         if observe {
             observe_reference(x, range)?;
@@ -252,6 +260,9 @@ fn observe_reference(x: &Tensor, range: &Tensor) -> Result<()> {
 /// `dx = dy` where `x` is in the range, else 0.
 pub fn backward(x: &Tensor, dy: &Tensor, range: &Tensor) -> Result<Tensor> {
     let _scope = kernel_timer::enter(module_path!());
+    if has_gpu_kernel(range) {
+        on_cuda!(x, |device| gpu::backward(device, x, dy, range));
+    }
     if !reference_kernel::has_cpu_kernel(x) {
         let v = x.to_dtype(acc_dtype(x.dtype()))?;
         let mask = TensorGrid::new(range, v.dtype())?.mask(&v)?;
@@ -284,6 +295,9 @@ fn pass_through<T: Elem>(x: &[T], dy: &[T], dx: &mut [T], grid: Grid<T::Acc>) {
 /// Moves the ends of a range towards what was seen since the last update, by `fraction` of the distance, and forgets
 /// that. Without a fraction, or if a value was not finite, the range stays.
 pub fn move_range(range: &Tensor, fraction: Option<f64>) -> Result<()> {
+    if has_gpu_kernel(range) {
+        on_cuda!(range, |device| gpu::move_range(device, range, fraction));
+    }
     let [low, high, seen_low, seen_high] = read_range(range)?;
     let is_finite = seen_low.is_finite() && seen_high.is_finite();
     let moved = |end: f64, seen: f64| match fraction {
@@ -295,14 +309,16 @@ pub fn move_range(range: &Tensor, fraction: Option<f64>) -> Result<()> {
 
 /// Bytes of temporaries of [`round_rows`] for a weight of `len` values.
 pub fn rows_workspace(len: usize, backend: Backend) -> u64 {
-    let has_kernel = matches!(backend, Backend::Cpu { .. });
-    if has_kernel { 0 } else { 5 * (len * size_of::<f32>()) as u64 }
+    match backend {
+        Backend::Cpu { .. } | Backend::Cuda { .. } => 0,
+        Backend::Reference { .. } => 5 * (len * size_of::<f32>()) as u64,
+    }
 }
 
 /// Rounds the weights `from`, in f32 and with `rows` outputs, to the grid of each output. Without `from`, rounds those of
 /// `into` in place.
 pub fn round_rows(from: Option<&Tensor>, into: &Tensor, rows: usize) -> Result<()> {
-    let _scope = kernel_timer::enter(module_path!());
+    on_cuda!(into, |device| gpu::round_rows(device, from, into, rows));
     if !reference_kernel::has_cpu_kernel(into) {
         return cast_into(&reference_rows(from.unwrap_or(into), rows)?, into);
     }

@@ -59,6 +59,31 @@ impl Clock {
         };
         Moment { reading, index: TAKEN.replace(TAKEN.get() + 1) }
     }
+
+    /// Keeps a GPU busy for this long, so that the host can enqueue what follows before any of it runs: the intervals
+    /// between the moments that follow are then those of the GPU. Does nothing on the CPU.
+    pub fn occupy(&self, seconds: f64) {
+        match self {
+            Self::Host => {
+                let _ = seconds;
+            }
+            // The launch is refused only by a device that has failed, which the next tensor read reports.
+            #[cfg(feature = "cuda")]
+            Self::Stream(stream) => {
+                let nanoseconds = (1e9 * seconds.min(MAX_OCCUPIED_S)) as u64;
+                // SAFETY: the kernel takes no memory.
+                let _ = unsafe { moment_occupy(nanoseconds, stream.cu_stream().cast()) };
+            }
+        }
+    }
+}
+
+#[cfg(feature = "cuda")]
+const MAX_OCCUPIED_S: f64 = 1.0;
+
+#[cfg(feature = "cuda")]
+unsafe extern "C" {
+    fn moment_occupy(nanoseconds: u64, stream: super::cuda::RawStream) -> std::ffi::c_int;
 }
 
 impl Moment {

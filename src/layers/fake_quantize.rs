@@ -7,8 +7,8 @@
 use candle_core::{Result, Tensor};
 
 use super::{Cost, Layer, Mode, PassContext, SavedTensors};
-use crate::base::{Backend, MicroBatchSpec};
-use crate::kernels::fake_quantize::{GPU_COPIES, RANGE_LEN, backward, forward};
+use crate::base::MicroBatchSpec;
+use crate::kernels::fake_quantize::{RANGE_LEN, backward, forward};
 use crate::params::{ParamRegistry, StatId, activation_range_name};
 
 pub struct FakeQuantize {
@@ -51,16 +51,10 @@ impl Layer for FakeQuantize {
 
     fn cost(&self, spec: MicroBatchSpec) -> Cost {
         let len: usize = self.shape.iter().product();
-        let workspace = match spec.backend {
-            Backend::Cuda { .. } => GPU_COPIES * (spec.batch * len * size_of::<f32>()) as u64,
-            Backend::Cpu { .. } | Backend::Reference { .. } => 0,
-        };
         Cost {
             input_grad: spec.bytes(len),
             output: spec.bytes(len),
             saves_input: true,
-            forward_workspace: workspace,
-            backward_workspace: workspace,
             flops: (4 * spec.batch * len) as u64,
             ..Cost::default()
         }

@@ -149,26 +149,36 @@ pub fn profile(
     let device = setup.device();
     // A failure of the device shows where the next tensor is read.
     let wait_for_device = || drop(device.synchronize());
+    let clock = Clock::of(&device);
+    // What the host takes to enqueue an update, without its wait for data: the device is kept busy for as long before
+    // one is measured.
+    let mut head_start_s = 0.0;
     for _ in 0..WARM_UPS {
-        trial.next_update(|_| {})?;
+        wait_for_device();
+        head_start_s = 0.0;
+        let mut from = Instant::now();
+        trial.next_update(|part| {
+            head_start_s += if part == UpdatePart::Data { 0.0 } else { from.elapsed().as_secs_f64() };
+            from = Instant::now();
+        })?;
         progress(trial.count);
     }
-    let clock = Clock::of(&device);
-    let begun = Instant::now();
     let (mut recorded, mut unprofiled) = (Vec::new(), 0.0);
     for _ in 0..updates {
         wait_for_device();
+        clock.occupy(head_start_s);
         let origin = clock.now();
         trial.next_update(|_| {})?;
         unprofiled += origin.seconds_to(&clock.now());
         wait_for_device();
-        let (start_s, origin) = (begun.elapsed().as_secs_f64(), clock.now());
+        clock.occupy(PROFILED_HEAD_START * head_start_s);
+        let origin = clock.now();
         node_timer::start(clock.clone(), setup.gpu.clone());
         let mut ends = Vec::new();
         let update = trial.next_update(|part| ends.push((part, clock.now())));
         let (end, nodes) = (clock.now(), node_timer::take());
         update?;
-        recorded.push(RecordedUpdate { start_s, origin, ends, end, nodes });
+        recorded.push(RecordedUpdate { origin, ends, end, nodes });
         progress(trial.count);
     }
     drop(trial);
@@ -177,16 +187,17 @@ pub fn profile(
     let timestamps: u64 = recorded.iter().map(|update| update.origin.moments_to(&update.end)).sum();
     let overhead = (profiled - unprofiled).max(0.0);
     let (mut parts, mut spans, mut seconds) = (Vec::new(), Spans::default(), 0.0);
+    // On the time axis of the profile, each update begins where the one before ends.
     for update in recorded {
         let axis = update.time_axis(overhead / timestamps as f64);
         let mut from = 0.0;
         parts.extend(update.ends.iter().map(|(part, end)| {
-            let start_s = update.start_s + from;
+            let start_s = seconds + from;
             let seconds = axis.seconds(end) - std::mem::replace(&mut from, axis.seconds(end));
             PartSpan { part: *part, start_s, seconds }
         }));
-        seconds += axis.seconds(&update.end);
-        spans.append(update.nodes.spans(&axis), update.start_s);
+        let end_s = seconds + axis.seconds(&update.end);
+        spans.append(update.nodes.spans(&axis), std::mem::replace(&mut seconds, end_s));
     }
     let (blocks, copy_speed) = blocks(setup, machine, &plan, &ledgers)?;
     let mut profile = Profile {
@@ -213,10 +224,11 @@ pub fn profile(
 /// Updates before the measured ones: algorithms are chosen and memory is mapped in the first.
 pub const WARM_UPS: u64 = 3;
 
+/// The host enqueues timestamps beside the kernels of an update.
+const PROFILED_HEAD_START: f64 = 2.0;
+
 /// A profiled update, before its times are known.
 struct RecordedUpdate {
-    /// Since the first of them.
-    start_s: f64,
     origin: Moment,
     ends: Vec<(UpdatePart, Moment)>,
     end: Moment,
