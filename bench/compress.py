@@ -29,18 +29,19 @@ def main():
     print("| model | weights | file | gzipped | smaller | accuracy | lost |\n|---|---|---|---|---|---|---|", flush=True)
     with tempfile.TemporaryDirectory() as scratch:
         bench, whole = mnist.Bench(args, scratch), None
-        sizes = (args.seed, args.channels, args.hidden)
-        bench.fit("dense", *sizes, args.dense_epochs)
+        model = (args.seed, mnist.cnn(args.channels, args.hidden))
+        bench.fit("dense", bench.job(*model, args.dense_epochs))
         for sparsity in [0.0, *map(float, args.final.split(","))]:
             name = f"pruned-{sparsity}" if sparsity else "dense"
             if sparsity:
                 steps = bench.steps(args.epochs)
                 prune = f"[prune]\ninitial = 0.5\nfinal = {sparsity}\nend_step = {steps * 2 // 3}\nevery_steps = 20\n"
                 prune += 'scope = "global"\n'
-                bench.fit(name, *sizes, args.epochs, init="dense", rest=prune)
+                bench.fit(name, bench.job(*model, args.epochs, init="dense", rest=prune))
             for dtype, options in FORMATS:
-                model, accuracy = bench.export(name, *options)
-                size, packed = model.stat().st_size, len(gzip.compress(model.read_bytes(), 6))
+                file, metrics = bench.export(name, *options)
+                accuracy = metrics["accuracy"][1]
+                size, packed = file.stat().st_size, len(gzip.compress(file.read_bytes(), 6))
                 whole = whole or (packed, accuracy)
                 cells = [f"pruned to {sparsity:.0%}" if sparsity else "as trained", dtype]
                 cells += [f"{size / 1024:.1f} KiB", f"{packed / 1024:.1f} KiB", f"{whole[0] / packed:.1f} x"]

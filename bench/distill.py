@@ -36,14 +36,15 @@ def main():
     print("| model | parameters | samples | accuracy |\n|---|---|---|---|", flush=True)
     with tempfile.TemporaryDirectory() as scratch:
         bench = mnist.Bench(args, scratch)
-        size, teacher = bench.fit("teacher", 42, 16, 64, args.teacher_epochs)
+        size, teacher = bench.fit("teacher", bench.job(42, mnist.cnn(16, 64), args.teacher_epochs))
         print(f"| teacher | {size:,} | {bench.samples:,} | {teacher:.2%} |", flush=True)
         bench.keep(args.student_samples)
         bench.batch = args.student_batch_size
         means = {}
         recipe = RECIPE.format(lr=args.lr)
         for name, rest in [("alone", recipe), ("distilled", recipe + distill)]:
-            runs = [bench.fit(f"{name}-{seed}", seed, 8, 30, args.epochs, rest=rest) for seed in args.seeds.split(",")]
+            jobs = {seed: bench.job(seed, mnist.cnn(8, 30), args.epochs, rest=rest) for seed in args.seeds.split(",")}
+            runs = [bench.fit(f"{name}-{seed}", job) for seed, job in jobs.items()]
             means[name] = statistics.mean(accuracy for _, accuracy in runs)
             spread = statistics.stdev(accuracy for _, accuracy in runs) if len(runs) > 1 else 0
             cells = [f"student, {name}", f"{runs[0][0]:,}", f"{bench.samples:,}", f"{means[name]:.2%} ± {spread:.2%}"]

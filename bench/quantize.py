@@ -7,15 +7,18 @@ With --text: a character-level GPT, its perplexity on the validation tenth in f3
 and by GPTQ, in blocks of 32 (GGUF) and of 128 (ONNX). With --mnist, or another set in its format: a MobileNet in f32 and
 in 8 bits, calibrated after training and trained with rounding (`quantize.training`) for as many epochs; --runtimes also
 runs the files in onnxruntime and LiteRT (ai-edge-litert), whichever is installed. Accuracies are of the test set.
+
+With --folder the runs stay there, and those that are finished are not trained again: they may come from another machine
+where all paths are the same.
 """
 
-import argparse
+import contextlib
 import gzip
-import json
 import math
 import pathlib
-import subprocess
 import tempfile
+
+import mnist
 
 GPT = """
 seed = 1
@@ -44,98 +47,59 @@ tensorboard = false
 report = false
 """
 
-MOBILENET = """
-seed = 1
-[model]
-kind = "mobilenet"
-width = {width}
-stem = "small"
-dropout = 0.0
-[data]
-kind = "idx"
-train_images = "{mnist}/train-images-idx3-ubyte.gz"
-train_labels = "{mnist}/train-labels-idx1-ubyte.gz"
-valid_images = "{mnist}/t10k-images-idx3-ubyte.gz"
-valid_labels = "{mnist}/t10k-labels-idx1-ubyte.gz"
-mean = 0.1307
-std = 0.3081
-[train]
-batch_size = 64
-epochs = {epochs}
-[schedule]
-kind = "cosine"
-[log]
-tensorboard = false
-report = false
-"""
-
-
-def trainer(args, folder, *words):
-    done = subprocess.run([args.trainer.resolve(), *words], cwd=folder, check=True, stdout=subprocess.PIPE)
-    return done.stdout
-
-
-def fit(args, folder, name, job):
-    (folder / f"{name}.toml").write_text(job)
-    trainer(args, folder, "fit", f"{name}.toml", "--run-dir", name, "-q")
-
-
-def export(args, folder, run, name, *words):
-    """Exports; returns the metrics of the model and of the export, and the bytes of its largest file."""
-    done = json.loads(trainer(args, folder, "export", run, "--json", "-q", *words, "-o", name))
-    metrics = {one["metric"]: (one["before"], one["after"]) for one in done["comparison"]}
-    return metrics, max(file["bytes"] for file in done["files"] if file["name"].startswith("model."))
+MOBILENET = 'kind = "mobilenet"\nwidth = {width}\nstem = "small"\ndropout = 0.0'
 
 
 def language(args, folder):
-    fit(args, folder, "gpt", GPT.format(text=args.text.resolve(), steps=args.steps))
-    metrics, size = export(args, folder, "gpt", "f32", "--format", "onnx")
+    runner = mnist.Runner(args, folder)
+    runner.fit("gpt", GPT.format(text=args.text.resolve(), steps=args.steps))
+    model, metrics = runner.export("gpt", "--format", "onnx", checkpoint="best")
     base = math.exp(metrics["loss"][0])
     print("| weights | perplexity | worse by | bytes |\n|---|---|---|---|")
-    print(f"| f32 | {base:.4f} | | {size:,} |", flush=True)
+    print(f"| f32 | {base:.4f} | | {model.stat().st_size:,} |", flush=True)
     for form, kind in [("gguf", "q4_0"), ("onnx", "int4")]:
         for rounding in ["nearest", "gptq"]:
             words = ["--format", form, "--quantize", kind, "--rounding", rounding]
-            metrics, size = export(args, folder, "gpt", f"{kind}-{rounding}", *words)
-            after = math.exp(metrics["loss"][1])
+            model, metrics = runner.export("gpt", *words, checkpoint="best")
+            after, size = math.exp(metrics["loss"][1]), model.stat().st_size
             print(f"| {form} {kind}, {rounding} | {after:.4f} | {after / base - 1:.2%} | {size:,} |", flush=True)
 
 
-def test_set(mnist):
+def test_set(folder):
     """Images (n, 1, 28, 28), normalized, and labels."""
     import numpy
 
     def values(name, header):
-        return numpy.frombuffer(gzip.decompress((mnist / name).read_bytes()), numpy.uint8, offset=header)
+        return numpy.frombuffer(gzip.decompress((folder / name).read_bytes()), numpy.uint8, offset=header)
 
     images = values("t10k-images-idx3-ubyte.gz", 16).reshape(-1, 1, 28, 28).astype("float32")
     return (images / 255 - 0.1307) / 0.3081, values("t10k-labels-idx1-ubyte.gz", 8)
 
 
-def onnxruntime_accuracy(path, mnist):
+def onnxruntime_accuracy(path, folder):
     import onnxruntime
 
-    images, labels = test_set(mnist)
-    session = onnxruntime.InferenceSession(str(path / "model.onnx"))
+    images, labels = test_set(folder)
+    session = onnxruntime.InferenceSession(str(path))
     parts = [session.run(None, {"pixel_values": images[i : i + 500]})[0] for i in range(0, len(images), 500)]
     return sum((part.argmax(1) == labels[500 * i :][: len(part)]).sum() for i, part in enumerate(parts)) / len(labels)
 
 
-def litert_accuracy(path, mnist):
+def litert_accuracy(path, folder):
     from ai_edge_litert.interpreter import Interpreter
 
-    images, labels = test_set(mnist)
-    runner = Interpreter(str(path / "model.tflite")).get_signature_runner()
+    images, labels = test_set(folder)
+    runner = Interpreter(str(path)).get_signature_runner()
     images = images.transpose(0, 2, 3, 1)
     parts = [runner(pixel_values=images[i : i + 100])["logits"] for i in range(0, len(images), 100)]
     return sum((part.argmax(1) == labels[100 * i :][: len(part)]).sum() for i, part in enumerate(parts)) / len(labels)
 
 
 def images(args, folder):
-    mnist = args.mnist.resolve()
-    job = MOBILENET.format(mnist=mnist, epochs=args.epochs, width=args.width)
-    fit(args, folder, "floats", job)
-    fit(args, folder, "rounded", f"{job}[quantize]\ntraining = true\n")
+    bench = mnist.Bench(args, folder)
+    model = (1, MOBILENET.format(width=args.width), args.epochs)
+    bench.fit("floats", bench.job(*model))
+    bench.fit("rounded", bench.job(*model, rest="[quantize]\ntraining = true\n"))
     int8 = ["--quantize", "int8"]
     print("| model | accuracy | in the runtime | bytes |\n|---|---|---|---|")
     for name, run, words in [
@@ -144,32 +108,35 @@ def images(args, folder):
         ("int8, trained", "rounded", int8),
     ]:
         for form, accuracy in [("onnx", onnxruntime_accuracy), ("tflite", litert_accuracy)]:
-            out = f"{form}-{run}-{len(words)}"
-            metrics, size = export(args, folder, run, out, "--checkpoint", "last", "--format", form, *words)
+            file, metrics = bench.export(run, "--format", form, *words)
             measured = "-"
             if args.runtimes:
                 try:
-                    measured = f"{accuracy(folder / out, mnist):.2%}"
+                    measured = f"{accuracy(file, bench.mnist):.2%}"
                 except ImportError as missing:
                     measured = f"without {missing.name}"
-            print(f"| {form}, {name} | {metrics['accuracy'][1]:.2%} | {measured} | {size:,} |", flush=True)
+            cells = [f"{form}, {name}", f"{metrics['accuracy'][1]:.2%}", measured, f"{file.stat().st_size:,}"]
+            print(f"| {' | '.join(cells)} |", flush=True)
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trainer", type=pathlib.Path, required=True)
+    parser = mnist.parser(__doc__, batch_size=64, needs_mnist=False)
     parser.add_argument("--text", type=pathlib.Path)
     parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--mnist", type=pathlib.Path)
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--width", type=float, default=0.35, help="of the MobileNet")
     parser.add_argument("--runtimes", action="store_true")
+    parser.add_argument("--folder", type=pathlib.Path, help="keeps the runs; trains none that is finished there")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as scratch:
+    if not (args.text or args.mnist):
+        parser.error("--text or --mnist is needed")
+    if args.folder:
+        args.folder.mkdir(parents=True, exist_ok=True)
+    with contextlib.nullcontext(args.folder) if args.folder else tempfile.TemporaryDirectory() as folder:
         if args.text:
-            language(args, pathlib.Path(scratch))
+            language(args, folder)
         if args.mnist:
-            images(args, pathlib.Path(scratch))
+            images(args, folder)
 
 
 if __name__ == "__main__":

@@ -174,19 +174,18 @@ def main():
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         bench = mnist.Bench(args, scratch)
-        table, sizes = Table(bench), (args.seed, 12, 64)
-        bench.fit("dense", *sizes, args.epochs)
+        table, model = Table(bench), (args.seed, mnist.cnn(12, 64))
+        bench.fit("dense", bench.job(*model, args.epochs))
         end = bench.steps(args.epochs) * 2 // 3
         prune = f"[prune]\ninitial = 0.5\nfinal = 0.8\nend_step = {end}\nevery_steps = 20\n"
-        bench.fit("pruned", *sizes, args.epochs, init="dense", rest=prune)
+        bench.fit("pruned", bench.job(*model, args.epochs, init="dense", rest=prune))
         for label, run in [("CNN", "dense"), ("CNN pruned to 80 %", "pruned")]:
             for form in ["onnx", "tflite"]:
                 table.row(label, run, form, "f32")
                 table.row(label, run, form, "int8", "--quantize", "int8")
         if args.text:
             job = GPT.format(seed=args.seed, text=args.text.resolve(), steps=args.gpt_steps)
-            (bench.folder / "gpt.toml").write_text(job)
-            bench.run("fit", "gpt.toml", "--run-dir", "gpt", "-q")
+            bench.fit("gpt", job)
             table.row("GPT", "gpt", "gguf", "f32", "--dtype", "f32")
             table.row("GPT", "gpt", "gguf", "q8_0", "--quantize", "q8_0")
             table.row("GPT", "gpt", "gguf", "q4_k_m", "--quantize", "q4_k_m")

@@ -8,8 +8,11 @@ use rayon::prelude::*;
 
 use crate::base::random::{RngKey, stream_id};
 use crate::kernels::fake_quantize::round_rows;
+use crate::kernels::int8_weight;
 use crate::kernels::update::cast_into;
-use crate::params::{FlatLayout, ParamId, ParamInit, ParamLayout, TensorSpec};
+use crate::params::{
+    FlatLayout, Int8Layout, Int8Slot, ParamId, ParamInit, ParamLayout, ScaleGrid, TensorSpec,
+};
 
 const INIT_STREAM: u64 = stream_id("init");
 
@@ -33,6 +36,15 @@ pub struct ParamStore {
     /// `None` for a frozen parameter.
     grad_views: Vec<Option<Tensor>>,
     stat_views: Vec<Tensor>,
+    /// For parameters whose view is of 8-bit integers; empty in a store of floats.
+    int8_scales: Vec<Option<Int8Scales>>,
+}
+
+/// What 8-bit integers stand for.
+pub struct Int8Scales {
+    /// Flat, in f32.
+    pub scales: Tensor,
+    pub grid: ScaleGrid,
 }
 
 impl ParamStore {
@@ -71,6 +83,7 @@ impl ParamStore {
             weight_views,
             grad_views,
             stat_views,
+            int8_scales: Vec::new(),
         };
         store.sync_compute_weights()?;
         Ok(store)
@@ -92,7 +105,63 @@ impl ParamStore {
             stats,
             has_compute_copy: false,
             rounds: AtomicBool::new(false),
+            int8_scales: Vec::new(),
         })
+    }
+
+    /// As [`for_inference`](Self::for_inference), with 8-bit integers and their scales in place of the weights that
+    /// [`Int8Layout`] names. Layers read what [`dequantize`](Self::dequantize) returns.
+    pub fn for_int8_inference(layout: ParamLayout, compute_dtype: DType, device: &Device) -> Result<Self> {
+        let int8 = Int8Layout::new(&layout.params);
+        let stored = zeros(int8.num_int8, DType::U8, device)?;
+        let scales = zeros(int8.num_scales, DType::F32, device)?;
+        let floats = zeros(int8.num_floats, compute_dtype, device)?;
+        let (grads, stats) = (zeros(0, DType::F32, device)?, zeros(layout.stats.len, DType::F32, device)?);
+        let slice = |buffer: &Tensor, range: &Range<usize>| buffer.narrow(0, range.start, range.len());
+        let (mut weight_views, mut int8_scales) = (Vec::new(), Vec::new());
+        for ((spec, _), slot) in layout.params.in_declaration_order().zip(int8.slots()) {
+            let (view, scales) = match slot {
+                Int8Slot::Float(range) => (slice(&floats, range)?, None),
+                Int8Slot::Int8 { range, scales: of, grid } => {
+                    (slice(&stored, range)?, Some(Int8Scales { scales: slice(&scales, of)?, grid: *grid }))
+                }
+            };
+            weight_views.push(view.reshape(spec.stored_shape())?);
+            int8_scales.push(scales);
+        }
+        Ok(Self {
+            weight_views,
+            grad_views: Vec::new(),
+            stat_views: views(&layout.stats, &stats)?,
+            master_weights: floats.clone(),
+            layout,
+            compute_weights: floats,
+            grads,
+            stats,
+            has_compute_copy: false,
+            rounds: AtomicBool::new(false),
+            int8_scales,
+        })
+    }
+
+    /// The floats of those of these parameters that are 8-bit integers.
+    pub fn dequantize(&self, params: &[ParamId]) -> Result<Vec<(ParamId, Tensor)>> {
+        let int8 = params.iter().filter_map(|id| Some((*id, self.int8_scales(*id)?)));
+        int8.map(|(id, Int8Scales { scales, grid })| {
+            let (stored, dtype) = (&self.weight_views[id.index], self.compute_weights.dtype());
+            Ok((id, int8_weight::dequantize(stored, scales, *grid, dtype)?))
+        })
+        .collect()
+    }
+
+    /// `None` for a parameter of floats.
+    fn int8_scales(&self, id: ParamId) -> Option<&Int8Scales> {
+        self.int8_scales.get(id.index)?.as_ref()
+    }
+
+    /// Those of all parameters, in declaration order; empty in a store of floats.
+    pub fn all_int8_scales(&self) -> &[Option<Int8Scales>] {
+        &self.int8_scales
     }
 
     /// Copies the master weights to the compute weights, rounded if they are to be.

@@ -5,6 +5,7 @@
 //! gradients and optimizer state are as long as those; within a group matrices come first, so that weight decay applies
 //! to one range; then names are in order. An update is one pass per group, and a job without `train.groups` has one.
 
+pub mod int8;
 pub mod matrices;
 pub mod rules;
 pub mod units;
@@ -12,6 +13,7 @@ pub mod units;
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
+pub use int8::{Int8Layout, Int8Slot, ScaleGrid};
 pub use matrices::MatrixLayer;
 pub use rules::{ParamRules, RulesError, matching_layers, near_names};
 pub use units::{UnitGroup, UnitSlice};

@@ -119,9 +119,16 @@ impl PlanArgs {
         self.locking.apply(&self.job.path, &setup, &machine, &plan)?;
         let exit = print_plan(&plan, self.strict, common)?;
         let fused = setup.fused_nodes_on(&machine);
-        if common.verbose && !common.json && !common.quiet && !fused.is_empty() {
-            print_line("\nfused layers")?;
-            fused.iter().try_for_each(|line| print_line(format_args!("    {line}")))?;
+        if common.verbose && !common.json && !common.quiet {
+            let mut sections = vec![("fused layers", fused)];
+            if let Some([student, teacher]) = setup.feature_blocks() {
+                sections.push(("blocks that `distill.features` can name as `student`", student));
+                sections.push(("blocks that `distill.features` can name as `teacher`", teacher));
+            }
+            for (title, lines) in sections.iter().filter(|(_, lines)| !lines.is_empty()) {
+                print_line(format_args!("\n{title}"))?;
+                lines.iter().try_for_each(|line| print_line(format_args!("    {line}")))?;
+            }
         }
         Ok(exit)
     }

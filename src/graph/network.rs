@@ -5,6 +5,7 @@
 //! the plan cannot diverge from the execution.
 
 mod backward;
+mod dequantized;
 mod features;
 mod forward;
 mod fused;
@@ -33,6 +34,7 @@ use crate::kernels::{Activation, host};
 use crate::layers::loss::{Loss, MetricSums, PendingMetricSums};
 use crate::layers::{Layer, Mode, PassContext, SavedTensors};
 use crate::memory::{Ledger, Oom, Reservation};
+use crate::params::Int8Layout;
 
 /// A node of a block.
 pub enum Node {
@@ -88,6 +90,8 @@ pub struct Executor<'a> {
     pub recompute_blocks: usize,
     /// Where the inputs of these blocks are offloaded to, if they are.
     pub offload: Option<&'a ActivationOffload>,
+    /// If given, the store has 8-bit integers for weights, and a layer floats while it runs.
+    pub int8: Option<&'a Int8Layout>,
 }
 
 /// A micro-batch on the device.
@@ -304,8 +308,9 @@ impl Network {
         let _hold = exec.reserve(Role::Activations, self.loss.name(), bytes)?;
         let _work =
             exec.reserve(Role::Workspace, self.loss.name(), self.loss.cost(exec.spec).forward_workspace)?;
-        match (&exec.pass, &x.value) {
-            (Some(pass), Some(x)) => Ok(Some(self.loss.output_layer(pass).forward(x)?.0)),
+        let weights = exec.dequantize(|| self.loss.params())?;
+        match (exec.pass.map(|pass| weights.in_pass(pass)), &x.value) {
+            (Some(pass), Some(x)) => Ok(Some(self.loss.output_layer(&pass).forward(x)?.0)),
             _ => Ok(None),
         }
     }
@@ -446,6 +451,13 @@ impl ResidualNode {
     /// Whether the branch's last layer adds the shortcut and applies the activation. The shortcut then runs first.
     fn is_fused(&self) -> bool {
         matches!(self.branch.last(), Some(Node::Fused(fused)) if fused.adds_residual)
+    }
+}
+
+impl<'a> Executor<'a> {
+    /// Saves what the layers save, and keeps it where it is.
+    pub fn new(pass: Option<PassContext<'a>>, spec: MicroBatchSpec, ledger: &'a Ledger) -> Self {
+        Self { pass, spec, ledger, recompute_blocks: 0, offload: None, int8: None }
     }
 }
 

@@ -310,15 +310,14 @@ impl<'a> Generator<'a> {
             lengths: None,
             sample_info: None,
             loss_scale: 1.0,
-            tracked: None,
+            copies: None,
             cache: Some(CachePass { cache: &self.cache, rows: cache_rows }),
             teacher: None,
             teacher_logits: None,
         };
         let spec =
             MicroBatchSpec { batch: rows.len(), dtype: self.inputs.dtype, backend: self.inputs.backend };
-        let exec =
-            Executor { pass: Some(pass), spec, ledger: self.ledger, recompute_blocks: 0, offload: None };
+        let exec = Executor::new(Some(pass), spec, self.ledger);
         let last = |(i, row): (usize, &PassRow)| (i * length + row.tokens.len() - 1) as u32;
         let positions: Vec<u32> =
             rows.iter().enumerate().filter(|(_, row)| row.wants_logits).map(last).collect();

@@ -166,7 +166,7 @@ impl Unloaded {
         let ledger = Ledger::planning();
         // A planning ledger has no limit, so nothing here fails.
         let _batch = ledger.reserve(Role::Batch, "micro-batch", batch_bytes(features, spec)).ok();
-        let exec = Executor { pass: None, spec, ledger: &ledger, recompute_blocks: 0, offload: None };
+        let exec = Executor::new(None, spec, &ledger);
         match output {
             PassOutput::Metrics => drop(self.network.evaluate(&exec, None, false)),
             PassOutput::Logits => {
@@ -384,7 +384,7 @@ impl Session {
         let tensors = self.staging.to_tensors(batch, features)?;
         let mut pass = self.pass(batch.epoch, &batch.ids, &batch.lengths);
         pass.sample_info = tensors.sample_info.as_ref();
-        let exec = Executor { pass: Some(pass), spec, ledger, recompute_blocks: 0, offload: None };
+        let exec = Executor::new(Some(pass), spec, ledger);
         Ok(run(network, &exec, &tensors)?)
     }
 
@@ -398,7 +398,7 @@ impl Session {
             lengths: (!lengths.is_empty()).then_some(lengths),
             sample_info: None,
             loss_scale: 1.0,
-            tracked: None,
+            copies: None,
             cache: None,
             teacher: None,
             teacher_logits: None,
@@ -421,7 +421,7 @@ impl Session {
         let spec = MicroBatchSpec { batch: input.ids.len(), dtype: self.dtype, backend: self.backend };
         let ledger = &self.ledgers.tensors;
         let pass = Some(self.pass(input.epoch, &input.ids, &input.lengths));
-        let exec = Executor { pass, spec, ledger, recompute_blocks: 0, offload: None };
+        let exec = Executor::new(pass, spec, ledger);
         Ok(self.network.run_block(&exec, block, &input.x)?)
     }
 }

@@ -35,7 +35,7 @@ pub struct DistillConfig {
     /// Features that the model also learns from: `[[distill.features]]`, one table each.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub features: Vec<FeatureConfig>,
-    /// Number format that the teacher computes in, and its weights are held in.
+    /// Number format that the teacher computes in, and that its weights are held in.
     #[serde(default)]
     pub teacher_precision: TeacherPrecision,
 }
@@ -45,7 +45,7 @@ pub struct DistillConfig {
 /// `weight` times their mean squared error is added to the loss.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct FeatureConfig {
-    /// A block of the model: `layers.0`, `stages.1`, `layer2.0`, `transformer.h.3`, ... `trainer profile` lists them.
+    /// A block of the model: `layers.0`, `stages.1`, `layer2.0`, `transformer.h.3`, ... `trainer plan -v` lists them.
     pub student: String,
     /// A block of the teacher. Both outputs have the same shape, except for the last dimension.
     pub teacher: String,
@@ -77,6 +77,10 @@ pub enum TeacherPrecision {
     F32,
     /// bfloat16: half the memory of `f32`, for a teacher that is larger than the model that learns from it.
     Bf16,
+    /// Weights as 8-bit integers with a scale per output, norms and biases as floats: a quarter of the memory of
+    /// `f32`. It computes in the format of the model that learns from it: a layer has its weights as floats while it
+    /// runs, so that those of the largest layer are in memory besides.
+    Int8,
 }
 
 fn temperature() -> f64 {

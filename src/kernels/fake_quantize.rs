@@ -55,7 +55,7 @@ impl AffineQuantization {
 
 /// The step between the values of a weight whose largest magnitude this is, -127 to 127 of them. It has 16 significant
 /// bits, so that its multiples are exact and rounding a rounded weight changes no bit; an export has all 24.
-fn symmetric_scale(largest: f32) -> f32 {
+pub(super) fn symmetric_scale(largest: f32) -> f32 {
     let scale = largest / 127.0;
     // Veltkamp's splitting.
     let spread = scale * 257.0;

@@ -47,6 +47,7 @@ pub mod grid;
 pub mod group_norm;
 pub mod host;
 pub mod im2col;
+pub mod int8_weight;
 pub mod kernel_timer;
 pub mod lanes;
 pub mod linear;

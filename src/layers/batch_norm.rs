@@ -209,6 +209,10 @@ impl Layer for BatchNorm {
     fn num_parameters(&self) -> usize {
         2 * self.channels()
     }
+
+    fn params(&self) -> Vec<ParamId> {
+        vec![self.weight, self.bias]
+    }
 }
 
 #[cfg(test)]
@@ -338,7 +342,7 @@ mod tests {
             lengths: None,
             sample_info: None,
             loss_scale: 1.0,
-            tracked: None,
+            copies: None,
             cache: None,
             teacher: None,
             teacher_logits: None,

@@ -101,6 +101,10 @@ impl Layer for CategoricalEmbedding {
     fn num_parameters(&self) -> usize {
         self.num_parameters
     }
+
+    fn params(&self) -> Vec<ParamId> {
+        self.tables.clone()
+    }
 }
 
 #[cfg(test)]

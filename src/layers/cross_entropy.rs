@@ -109,6 +109,10 @@ impl Loss for CrossEntropy {
         let weight = if self.tied { 0 } else { self.width * self.classes };
         weight + self.bias.map_or(0, |_| self.classes)
     }
+
+    fn params(&self) -> Vec<ParamId> {
+        std::iter::once(self.weight).chain(self.bias).collect()
+    }
 }
 
 #[cfg(test)]

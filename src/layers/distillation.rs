@@ -12,6 +12,7 @@ use crate::kernels::distillation::top::TopSoftTargets;
 use crate::kernels::distillation::{self, SoftTargets, TeacherLogits};
 use crate::kernels::linear::{self, LinearKernel, WeightLayout};
 use crate::kernels::{Activation, add};
+use crate::params::ParamId;
 
 /// The teacher's part in a loss.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -110,6 +111,10 @@ impl Loss for Distillation {
 
     fn num_parameters(&self) -> usize {
         self.hard.num_parameters()
+    }
+
+    fn params(&self) -> Vec<ParamId> {
+        self.hard.params()
     }
 }
 

@@ -137,6 +137,10 @@ impl Layer for Embedding {
     fn num_parameters(&self) -> usize {
         self.num_parameters
     }
+
+    fn params(&self) -> Vec<ParamId> {
+        [Some(self.token_table), self.position_table, self.token_type_table].into_iter().flatten().collect()
+    }
 }
 
 #[cfg(test)]

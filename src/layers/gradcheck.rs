@@ -12,6 +12,7 @@ use crate::base::random::{RngKey, stream_id};
 use crate::base::{Backend, HOPPER, MicroBatchSpec};
 use crate::kernels::reference::ReferenceScope;
 use crate::kernels::update::cast_into;
+use crate::kernels::{host, int8_weight};
 use crate::memory::measure;
 use crate::param_store::ParamStore;
 use crate::params::{ParamLayout, ParamRegistry, ParamRules};
@@ -98,12 +99,35 @@ impl TestContext {
             lengths: None,
             sample_info: None,
             loss_scale: 1.0,
-            tracked: None,
+            copies: None,
             cache: None,
             teacher: None,
             teacher_logits: None,
         }
     }
+}
+
+/// The same parameters with weights of 8-bit integers.
+pub fn int8_copy(store: &ParamStore) -> ParamStore {
+    let (dtype, device) = (store.compute_weights.dtype(), store.compute_weights.device());
+    let copy = ParamStore::for_int8_inference(store.layout.clone(), dtype, device).unwrap();
+    cast_into(&store.stats, &copy.stats).unwrap();
+    for ((from, to), int8) in store.weight_views().iter().zip(copy.weight_views()).zip(copy.all_int8_scales())
+    {
+        let (from, to) = (from.flatten_all().unwrap(), to.flatten_all().unwrap());
+        let Some(int8) = int8 else {
+            cast_into(&from, &to).unwrap();
+            continue;
+        };
+        let values: Vec<f32> = to_f64_vec(&from).into_iter().map(|value| value as f32).collect();
+        let mut scales = vec![0.0; int8.grid.num_scales()];
+        int8_weight::raise_largest(int8.grid, 0, &values, &mut scales);
+        scales.iter_mut().for_each(|scale| *scale = int8_weight::scale(*scale));
+        host::write(&int8.scales, |into: &mut [f32]| into.copy_from_slice(&scales)).unwrap();
+        host::write(&to, |into: &mut [u8]| int8_weight::quantize(int8.grid, 0, &values, &scales, into))
+            .unwrap();
+    }
+    copy
 }
 
 pub fn to_f64_vec(t: &Tensor) -> Vec<f64> {

@@ -7,6 +7,7 @@ use super::{Cost, PassContext};
 use crate::base::MicroBatchSpec;
 use crate::kernels::linear::LinearKernel;
 pub use crate::kernels::metric_sums::{MetricSums, PendingMetricSums};
+use crate::params::ParamId;
 
 pub trait Loss: Send + Sync {
     fn name(&self) -> &str;
@@ -37,4 +38,7 @@ pub trait Loss: Send + Sync {
 
     /// Number of values in its own parameters.
     fn num_parameters(&self) -> usize;
+
+    /// The parameters that it reads, those of a layer that it shares too.
+    fn params(&self) -> Vec<ParamId>;
 }

@@ -78,6 +78,11 @@ pub trait Layer: Any + Send + Sync {
 
     /// Number of values in all its parameters.
     fn num_parameters(&self) -> usize;
+
+    /// The parameters that it reads.
+    fn params(&self) -> Vec<ParamId> {
+        Vec::new()
+    }
 }
 
 /// What a layer keeps for its backward pass. The input comes first, if the layer saves it.
@@ -160,13 +165,21 @@ pub struct PassContext<'a> {
     /// Factor on the loss gradient of every sample.
     pub loss_scale: f64,
     /// If given, layers read these copies of their parameters.
-    pub tracked: Option<&'a TrackedParams>,
+    pub copies: Option<ParamCopies<'a>>,
     /// The key-value cache that this pass reads and appends to, if it decodes.
     pub cache: Option<CachePass<'a>>,
     /// The weights of the teacher, if the network has one.
     pub teacher: Option<&'a ParamStore>,
     /// The teacher's logits of this micro-batch, for the loss.
     pub teacher_logits: Option<TeacherLogits<'a>>,
+}
+
+/// Copies of parameters that a layer reads in place of those in the store.
+#[derive(Clone, Copy)]
+pub enum ParamCopies<'a> {
+    Tracked(&'a TrackedParams),
+    /// The floats of those that the store has as 8-bit integers.
+    Dequantized(&'a [(ParamId, Tensor)]),
 }
 
 /// Copies of the trained parameters that a layer reads, for candle's autograd to track.
@@ -198,7 +211,13 @@ impl TrackedParams {
 impl<'a> PassContext<'a> {
     pub fn weight(&self, id: ParamId) -> &Tensor {
         let weight = &self.store.weight_views()[id.index];
-        self.tracked.filter(|_| id.trained).map_or(weight, |tracked| tracked.get(id, weight))
+        match self.copies {
+            Some(ParamCopies::Tracked(copies)) if id.trained => copies.get(id, weight),
+            Some(ParamCopies::Dequantized(copies)) => {
+                copies.iter().find(|(of, _)| *of == id).map_or(weight, |(_, copy)| copy)
+            }
+            _ => weight,
+        }
     }
 
     /// The gradient to accumulate into; `None` for a frozen parameter.

@@ -134,6 +134,10 @@ impl Layer for PackedLinear {
     fn num_parameters(&self) -> usize {
         self.outputs * (self.inputs + self.has_bias() as usize)
     }
+
+    fn params(&self) -> Vec<ParamId> {
+        self.projections.iter().flat_map(|(weight, bias)| std::iter::once(*weight).chain(*bias)).collect()
+    }
 }
 
 #[cfg(test)]

@@ -98,6 +98,10 @@ impl Loss for PointwiseLoss {
     fn num_parameters(&self) -> usize {
         self.outputs * self.width + self.bias.map_or(0, |_| self.outputs)
     }
+
+    fn params(&self) -> Vec<ParamId> {
+        std::iter::once(self.weight).chain(self.bias).collect()
+    }
 }
 
 #[cfg(test)]
@@ -294,7 +298,7 @@ mod tests {
             lengths: None,
             sample_info: None,
             loss_scale: 1.0,
-            tracked: None,
+            copies: None,
             cache: None,
             teacher: None,
             teacher_logits: None,

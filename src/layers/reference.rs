@@ -4,9 +4,10 @@
 
 use candle_core::{Result, Tensor, Var, bail};
 
-use super::{Cost, Layer, Mode, PassContext, SavedTensors, TrackedParams};
+use super::{Cost, Layer, Mode, ParamCopies, PassContext, SavedTensors, TrackedParams};
 use crate::base::MicroBatchSpec;
 use crate::kernels::reference::accumulate;
+use crate::params::ParamId;
 
 /// Upper bounds on what a forward pass in candle's operations takes, and on what autograd keeps of it and of the
 /// gradients: in copies of the layer's input and output together, and of its parameters. What grows otherwise is in
@@ -41,7 +42,8 @@ impl Layer for ReferenceLayer {
         let Some(x) = saved.0.into_iter().next() else { bail!("{}: no saved input", self.name()) };
         let x = if needs_input_grad { Var::from_tensor(&x)?.into_inner() } else { x };
         let params = TrackedParams::new(pass.store.weight_views().len());
-        let tracked = PassContext { mode: Mode::Recompute, tracked: Some(&params), ..*pass };
+        let copies = Some(ParamCopies::Tracked(&params));
+        let tracked = PassContext { mode: Mode::Recompute, copies, ..*pass };
         let (y, _) = self.0.forward(&x, &tracked)?;
         let mut grads = (y * dy)?.sum_all()?.backward()?;
         for (id, param) in params.read() {
@@ -82,5 +84,9 @@ impl Layer for ReferenceLayer {
 
     fn num_parameters(&self) -> usize {
         self.0.num_parameters()
+    }
+
+    fn params(&self) -> Vec<ParamId> {
+        self.0.params()
     }
 }

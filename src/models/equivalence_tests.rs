@@ -164,7 +164,7 @@ fn pass_with(
     };
     let (subject, ledger) = (TestContext::with_layout(built.layout, dtype, BATCH), Ledger::planning());
     let pass = Some(subject.pass(Mode::Train));
-    let exec = Executor { pass, spec, ledger: &ledger, recompute_blocks: 0, offload: None };
+    let exec = Executor::new(pass, spec, &ledger);
     let forward_backward =
         || network.forward_backward(&exec, Some(&input.batch(dtype))).unwrap().read().unwrap();
     let ranges = subject.store.layout.stats.in_declaration_order().zip(subject.store.stat_views());

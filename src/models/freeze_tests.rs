@@ -76,7 +76,8 @@ fn pass(text: &str, input: Input, freeze: &[String], execution: Execution, dtype
     let offload = recomputes.then(|| ActivationOffload::new(Ledger::planning(), &test_device()).unwrap());
     let run = |pass, batch: Option<&DeviceBatch>| {
         let ledger = Ledger::planning();
-        let exec = Executor { pass, spec, ledger: &ledger, recompute_blocks, offload: offload.as_ref() };
+        let plain = Executor::new(pass, spec, &ledger);
+        let exec = Executor { recompute_blocks, offload: offload.as_ref(), ..plain };
         let sums = network.forward_backward(&exec, batch).unwrap().read().unwrap();
         assert!(batch.is_none() || sums.loss.is_finite());
         ledger.peak()
@@ -218,7 +219,7 @@ fn the_backward_pass_stops_at_the_last_layer_that_needs_it() {
         assert_eq!(network.blocks_with_backward(spec), 0, "{text}");
         let peak = |walk: &dyn Fn(&Executor)| {
             let ledger = Ledger::planning();
-            walk(&Executor { pass: None, spec, ledger: &ledger, recompute_blocks: 0, offload: None });
+            walk(&Executor::new(None, spec, &ledger));
             (ledger.peak(), ledger.log().len())
         };
         let (trained, _) = peak(&|exec| drop(network.forward_backward(exec, None)));

@@ -12,6 +12,8 @@ mod factorized;
 #[cfg(test)]
 mod freeze_tests;
 mod gpt;
+#[cfg(test)]
+mod int8_tests;
 mod layer_list;
 mod llama;
 mod mlp;

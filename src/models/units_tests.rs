@@ -26,7 +26,7 @@ fn logits(built: BuiltModel, input: Input, [weights, stats]: [&[f32]; 2]) -> Vec
     }
     store.sync_compute_weights().unwrap();
     let (spec, pass) = (test_spec(BATCH, DType::F32), Some(context.pass(Mode::Eval)));
-    let exec = Executor { pass, spec, ledger: &ledger, recompute_blocks: 0, offload: None };
+    let exec = Executor::new(pass, spec, &ledger);
     let output = built.network.logits(&exec, Some(&input.batch(DType::F32).inputs)).unwrap();
     to_f64_vec(&output.unwrap())
 }

@@ -303,10 +303,7 @@ impl<'a> Estimator<'a> {
             let stored = s.stored_logits.filter(|_| phase == Phase::Forward);
             let _stored =
                 stored.map(|format| ledger.reserve(Role::Batch, STORED_LOGITS, format.batch_bytes(batch)));
-            body(
-                s.network,
-                &Executor { pass: None, spec, ledger: &ledger, recompute_blocks: 0, offload: None },
-            );
+            body(s.network, &Executor::new(None, spec, &ledger));
         }
         ledger.log()
     }
@@ -344,8 +341,7 @@ impl<'a> Estimator<'a> {
             let spec = MicroBatchSpec { batch, dtype: teacher.dtype, backend: s.backend };
             // A planning ledger has no limit, so this cannot fail.
             let _batch = ledger.reserve(Role::Batch, "micro-batch", batch_bytes(s.features, spec)).ok();
-            let exec = Executor { pass: None, spec, ledger: &ledger, recompute_blocks: 0, offload: None };
-            drop(teacher.logits_on_host(&exec, None));
+            drop(teacher.logits_on_host(&teacher.executor(None, spec, &ledger), None));
         }
         ledger.log()
     }

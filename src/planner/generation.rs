@@ -149,7 +149,7 @@ impl GenerationInputs<'_> {
         let spec = MicroBatchSpec { batch, dtype: self.dtype, backend: self.backend };
         // A planning ledger has no limit, so this cannot fail.
         let _tokens = ledger.reserve(Role::Batch, "tokens", token_bytes(batch, length)).ok();
-        let exec = Executor { pass: None, spec, ledger: &ledger, recompute_blocks: 0, offload: None };
+        let exec = Executor::new(None, spec, &ledger);
         let positions: Vec<u32> = (0..batch).map(|row| (row * length) as u32).collect();
         drop(decoding.network.logits_at(&exec, None, &positions, self.vocab));
         ledger.peak()

@@ -36,7 +36,7 @@ impl PredictionCost {
         let (spec, ledger) = (MicroBatchSpec { batch: 1, ..spec }, Ledger::planning());
         // A planning ledger has no limit, so nothing here fails.
         let _batch = ledger.reserve(Role::Batch, "micro-batch", batch_bytes(features, spec)).ok();
-        let exec = Executor { pass: None, spec, ledger: &ledger, recompute_blocks: 0, offload: None };
+        let exec = Executor::new(None, spec, &ledger);
         drop(network.logits(&exec, None));
         let layers = network.layers().into_iter().map(|layer| layer.cost(spec).flops).sum::<u64>();
         let weights = layout.params.len * spec.dtype.size_in_bytes() + layout.stats.len * size_of::<f32>();

@@ -195,12 +195,9 @@ impl<'a> Engine<'a> {
         let average = setup.job.train.ema.map(|_| store.copy_master_weights()).transpose()?;
         let prune = |config| Pruning::new(config, &setup.layout, &setup.device());
         let pruning = setup.job.pruning().map(prune).transpose()?;
-        let load = |teacher: &Teacher| {
-            let dtype = teacher.dtype(setup.backend());
-            ParamStore::for_inference(teacher.layout.clone(), dtype, &setup.device())
-        };
+        let store_of = |teacher: &Teacher| teacher.store(setup.backend(), &setup.device());
         let teacher = setup.teacher.as_ref().filter(|_| setup.stored_logits.is_none());
-        let teacher = teacher.map(load).transpose()?;
+        let teacher = teacher.map(store_of).transpose()?;
         let gpu = GpuState::new(setup, &rule, &store, graphs)?;
         Ok(PersistentState {
             store,
@@ -372,14 +369,14 @@ impl<'a> Engine<'a> {
             lengths: (!batch.lengths.is_empty()).then_some(&batch.lengths),
             sample_info: tensors.sample_info.as_ref(),
             loss_scale: scale / self.nominal_weight(),
-            tracked: None,
+            copies: None,
             cache: None,
             teacher: self.teacher.as_ref(),
             teacher_logits: stored.as_ref().map(|(logits, _)| TeacherLogits::Top(logits)),
         };
         let (ledger, recompute_blocks, offload) =
             (&self.ledger, self.plan.recompute, self.activation_offload.as_ref());
-        let exec = Executor { pass: Some(pass), spec, ledger, recompute_blocks, offload };
+        let exec = Executor { recompute_blocks, offload, ..Executor::new(Some(pass), spec, ledger) };
         let result = run(network, &exec, &tensors, &scope).map_err(|error| self.map_oom(error))?;
         scope.finish();
         Ok(result)

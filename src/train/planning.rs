@@ -242,6 +242,13 @@ impl Setup {
         network.fused_nodes().iter().map(|node| node.describe()).collect()
     }
 
+    /// A line for every block of the model, and for every block of its teacher, if one computes in every step.
+    pub fn feature_blocks(&self) -> Option<[Vec<String>; 2]> {
+        let teacher = self.network.teacher.as_ref().filter(|teacher| teacher.every_step)?;
+        let line = |block: &LayerBlock| format!("{} {:?}", block.name, block.output_shape());
+        Some([&self.network, &teacher.network].map(|network| network.blocks.iter().map(line).collect()))
+    }
+
     pub(super) fn plan_request(&self, machine: &TargetMachine) -> PlanRequest {
         let train = &self.job.train;
         let eight_bit = self.optimizer.eight_bit().filter(|_| !self.optimizer_is_fixed);

@@ -2,13 +2,13 @@
 
 use std::path::{Path, PathBuf};
 
-use candle_core::DType;
+use candle_core::{DType, Device};
 
 use super::Failure;
 use super::checkpoint::{self, Checkpoints};
 use super::run_dir::RunDir;
 use super::setup::{activation_dtype, fused_network};
-use super::tensor_files::load_views;
+use super::tensor_files::{load_views, load_weights};
 use super::tensor_reader::TensorReader;
 use crate::base::Backend;
 use crate::base::features::{Features, InputSpec};
@@ -22,7 +22,7 @@ use crate::job::{
 };
 use crate::models::{BuiltModel, FeatureOptions, LossOptions, ModelError, block_named};
 use crate::param_store::ParamStore;
-use crate::params::{ParamLayout, ParamRules};
+use crate::params::{Int8Layout, ParamLayout, ParamRules};
 
 /// The description that every export has.
 const DESCRIPTION: &str = "model.json";
@@ -46,6 +46,8 @@ pub struct Teacher {
     model: ModelConfig,
     reductions: Reductions,
     precision: Precision,
+    /// Its weights are held as 8-bit integers.
+    is_int8: bool,
     /// When it computes.
     pub logits: LogitSource,
     pub layout: ParamLayout,
@@ -97,13 +99,13 @@ impl Teacher {
         let built = crate::models::build_reduced(&its_job.model, &features, &reductions)
             .map_err(|why| format!("does not fit: {why}"))?;
         let precision = match distill.teacher_precision {
-            TeacherPrecision::Same => job.train.precision,
+            TeacherPrecision::Same | TeacherPrecision::Int8 => job.train.precision,
             TeacherPrecision::F32 => Precision::F32,
             TeacherPrecision::Bf16 => Precision::Bf16,
         };
-        let (model, logits) = (its_job.model, distill.logits);
-        let teacher =
-            Self { model, reductions, precision, logits, layout: built.layout, weights, statistics };
+        let is_int8 = distill.teacher_precision == TeacherPrecision::Int8;
+        let (model, logits, layout) = (its_job.model, distill.logits, built.layout);
+        let teacher = Self { model, reductions, precision, is_int8, logits, layout, weights, statistics };
         teacher.check_names()?;
         Ok(teacher)
     }
@@ -124,9 +126,19 @@ impl Teacher {
         Ok(())
     }
 
-    /// The type of its weights and activations on this backend.
+    /// The type of its activations on this backend, and of its weights unless those are 8-bit integers.
     pub fn dtype(&self, backend: Backend) -> DType {
         activation_dtype(self.precision, backend)
+    }
+
+    /// What its logits depend on besides its weights: the types that it holds them and computes in.
+    pub fn weight_format(&self, backend: Backend) -> String {
+        format!("{}{:?}", if self.is_int8 { "int8 " } else { "" }, self.dtype(backend))
+    }
+
+    /// Where its weights lie if they are 8-bit integers.
+    fn int8(&self) -> Option<Int8Layout> {
+        self.is_int8.then(|| Int8Layout::new(&self.layout.params))
     }
 
     /// Its network for samples of these features, fused for this backend.
@@ -141,7 +153,7 @@ impl Teacher {
             InputSpec::Tabular { .. } | InputSpec::Tokens { .. } => 0,
         };
         let every_step = self.logits == LogitSource::EveryStep;
-        Ok(TeacherNetwork { network, dtype, float_inputs, every_step })
+        Ok(TeacherNetwork { network, dtype, int8: self.int8(), float_inputs, every_step })
     }
 
     /// The features that a job names, with the blocks that they are of.
@@ -165,13 +177,23 @@ impl Teacher {
 
     /// Bytes of its weights on this backend, and of its running statistics.
     pub fn bytes(&self, backend: Backend) -> u64 {
-        let weight = self.dtype(backend).size_in_bytes();
-        (self.layout.params.len * weight + self.layout.stats.len * size_of::<f32>()) as u64
+        let float = self.dtype(backend).size_in_bytes();
+        let weights = self.int8().map_or(self.layout.params.len * float, |int8| int8.bytes(float));
+        (weights + self.layout.stats.len * size_of::<f32>()) as u64
     }
 
-    /// Loads the weights into a store of its layout.
+    /// Allocates its weights, all zero.
+    pub fn store(&self, backend: Backend, device: &Device) -> candle_core::Result<ParamStore> {
+        let (layout, dtype) = (self.layout.clone(), self.dtype(backend));
+        match self.is_int8 {
+            true => ParamStore::for_int8_inference(layout, dtype, device),
+            false => ParamStore::for_inference(layout, dtype, device),
+        }
+    }
+
+    /// Loads the weights into its [`store`](Self::store).
     pub fn load(&self, store: &ParamStore) -> Result<(), Failure> {
-        load_views(&self.weights, &store.layout.params, store.weight_views())?;
+        load_weights(&self.weights, store)?;
         load_views(&self.statistics, &store.layout.stats, store.stat_views())
     }
 }

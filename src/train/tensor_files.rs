@@ -8,12 +8,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use candle_core::{DType, Tensor};
 use half::{bf16, f16};
-use safetensors::tensor::{self, Dtype, serialize_to_file};
+use safetensors::tensor::{self, Dtype, TensorInfo, serialize_to_file};
 
 use super::Failure;
 use super::tensor_reader::{TensorReader, is_float};
 use crate::kernels::cpu::{self, View};
-use crate::kernels::host;
+use crate::kernels::{host, int8_weight};
+use crate::param_store::{Int8Scales, ParamStore};
 use crate::params::{FlatLayout, MemoryFormat, TensorSpec};
 
 /// A tensor in the shape other tools expect.
@@ -239,19 +240,64 @@ pub(super) fn load_buffers(file: &Path, buffers: &[(&'static str, Tensor)]) -> R
 pub fn load_views(file: &Path, flat: &FlatLayout, views: &[Tensor]) -> Result<(), Failure> {
     let reader = TensorReader::open_checkpoint(file)?;
     for ((spec, _), view) in flat.in_declaration_order().zip(views) {
-        let name = spec.name.as_str();
-        // A language model that was saved without its head has names without the prefix of the body.
-        let bare = name.split_once('.').filter(|(prefix, _)| ["transformer", "model"].contains(prefix));
-        let found = reader.info(name).or_else(|| reader.info(bare?.1));
-        let info = found.ok_or_else(|| reader.mismatch(format!("it has no `{name}`")))?;
-        if info.shape != spec.shape {
-            let reason = format!("`{name}` has shape {:?} there and {:?} here", info.shape, spec.shape);
-            return Err(reader.mismatch(reason));
-        }
-        if !is_float(info.dtype) {
-            return Err(reader.mismatch(format!("`{name}` is {} there, and not a float", info.dtype)));
-        }
-        reader.read_param(info, spec, &view.flatten_all()?)?;
+        reader.read_param(float_tensor(&reader, spec)?, spec, &view.flatten_all()?)?;
     }
     Ok(())
+}
+
+/// As [`load_views`], all weights of a store, which may be 8-bit integers.
+pub fn load_weights(file: &Path, store: &ParamStore) -> Result<(), Failure> {
+    if store.all_int8_scales().is_empty() {
+        return load_views(file, &store.layout.params, store.weight_views());
+    }
+    let reader = TensorReader::open_checkpoint(file)?;
+    let params = store.layout.params.in_declaration_order().map(|(spec, _)| spec);
+    for ((spec, view), int8) in params.zip(store.weight_views()).zip(store.all_int8_scales()) {
+        let (info, view) = (float_tensor(&reader, spec)?, view.flatten_all()?);
+        match int8 {
+            Some(int8) => load_int8(&reader, info, spec, &view, int8)?,
+            None => reader.read_param(info, spec, &view)?,
+        }
+    }
+    Ok(())
+}
+
+/// Rounds a parameter to 8-bit integers as it is read: once for the scales, then for the values.
+fn load_int8(
+    reader: &TensorReader,
+    info: &TensorInfo,
+    spec: &TensorSpec,
+    stored: &Tensor,
+    Int8Scales { scales, grid }: &Int8Scales,
+) -> Result<(), Failure> {
+    let (len, columns) = (stored.elem_count(), grid.columns.max(1));
+    let mut largest = vec![0.0; grid.num_scales()];
+    reader.for_each_values(info, spec, len, columns, |start, values| {
+        int8_weight::raise_largest(*grid, start / columns, values, &mut largest);
+        Ok(())
+    })?;
+    largest.iter_mut().for_each(|value| *value = int8_weight::scale(*value));
+    host::write(scales, |into: &mut [f32]| into.copy_from_slice(&largest))?;
+    reader.for_each_values(info, spec, len, columns, |start, values| {
+        host::write(&stored.narrow(0, start, values.len())?, |into: &mut [u8]| {
+            int8_weight::quantize(*grid, start / columns, values, &largest, into);
+        })
+    })
+}
+
+/// The tensor of a parameter in a file, if it has the shape and a float type.
+fn float_tensor<'a>(reader: &'a TensorReader, spec: &TensorSpec) -> Result<&'a TensorInfo, Failure> {
+    let name = spec.name.as_str();
+    // A language model that was saved without its head has names without the prefix of the body.
+    let bare = name.split_once('.').filter(|(prefix, _)| ["transformer", "model"].contains(prefix));
+    let found = reader.info(name).or_else(|| reader.info(bare?.1));
+    let info = found.ok_or_else(|| reader.mismatch(format!("it has no `{name}`")))?;
+    if info.shape != spec.shape {
+        let reason = format!("`{name}` has shape {:?} there and {:?} here", info.shape, spec.shape);
+        return Err(reader.mismatch(reason));
+    }
+    match is_float(info.dtype) {
+        true => Ok(info),
+        false => Err(reader.mismatch(format!("`{name}` is {} there, and not a float", info.dtype))),
+    }
 }

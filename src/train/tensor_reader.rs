@@ -102,11 +102,26 @@ impl TensorReader {
     /// Reads a parameter of any float type into `to`, a flat tensor. Where `to` has another number of rows than the
     /// file, the common ones are read.
     pub fn read_param(&self, info: &TensorInfo, spec: &TensorSpec, to: &Tensor) -> Result<(), Failure> {
-        let row_len: usize = info.shape.iter().skip(1).product();
         let values = (info.shape.iter().product::<usize>()).min(to.elem_count());
+        self.for_each_values(info, spec, values, 1, |start, values| {
+            write_f32(&to.narrow(0, start, values.len())?, values)
+        })
+    }
+
+    /// Calls `each` with the index of the first value and the values of every chunk of the first `values` of a parameter
+    /// of any float type, in memory order. A chunk has a multiple of `unit` values.
+    pub fn for_each_values(
+        &self,
+        info: &TensorInfo,
+        spec: &TensorSpec,
+        values: usize,
+        unit: usize,
+        mut each: impl FnMut(usize, &[f32]) -> candle_core::Result<()>,
+    ) -> Result<(), Failure> {
+        let row_len: usize = info.shape.iter().skip(1).product();
         // A filter is permuted whole: a chunk has only whole ones.
         let unit = match spec.memory_format {
-            MemoryFormat::Contiguous => 1,
+            MemoryFormat::Contiguous => unit,
             MemoryFormat::ChannelsLast => row_len.max(1),
         };
         let mut decoded = Vec::new();
@@ -123,7 +138,7 @@ impl TensorReader {
                     &permuted
                 }
             };
-            write_f32(&to.narrow(0, start, values.len())?, values)
+            each(start, values)
         })
     }
 

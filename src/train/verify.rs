@@ -62,6 +62,11 @@ impl Tolerance {
         }
     }
 
+    /// The looser of two.
+    fn or_looser(self, other: Self) -> Self {
+        if other.losses > self.losses { other } else { self }
+    }
+
     /// For variants that must be bitwise identical.
     const NONE: Self = Self { losses: 0.0, gradients: 0.0, weights: 0.0 };
 }
@@ -193,9 +198,7 @@ fn verify_with(
         return Ok(None);
     }
     let summary = recorder.summary();
-    // A value that rounds to another neighbour differs by a step of 8 bits, about as much as in bf16.
-    let rounds = setup.job.quantize.as_ref().is_some_and(|config| config.rounds_after(settings.updates));
-    let loose = Tolerance::of(if rounds && setup.dtype == DType::F32 { DType::BF16 } else { setup.dtype });
+    let loose = tolerance(&setup, settings.updates);
     let mut results = Vec::new();
     for variant in variants {
         let comparison =
@@ -221,6 +224,15 @@ fn verify_with(
         notes,
         variants: results,
     }))
+}
+
+/// The tolerance for this many updates: that of the narrowest type that the model, its teacher or their rounding has.
+fn tolerance(setup: &Setup, updates: u64) -> Tolerance {
+    let teacher = setup.network.teacher.as_ref().map(|teacher| teacher.dtype);
+    // A value that rounds to another neighbour differs by a step of 8 bits, about as much as in bf16.
+    let rounds = setup.job.quantize.as_ref().is_some_and(|config| config.rounds_after(updates));
+    let narrower = teacher.into_iter().chain(rounds.then_some(DType::BF16)).map(Tolerance::of);
+    narrower.fold(Tolerance::of(setup.dtype), Tolerance::or_looser)
 }
 
 /// The variants to compare with the planned run, and notes on those that are impossible.

@@ -255,7 +255,7 @@ impl TestNetwork<'_> {
             lengths: self.case.lengths.as_ref().map(|l| &l[from..from + rows]),
             sample_info: None,
             loss_scale: 1.0 / self.case.targets(),
-            tracked: None,
+            copies: None,
             cache: None,
             teacher: None,
             teacher_logits: None,
@@ -265,7 +265,7 @@ impl TestNetwork<'_> {
             dtype: self.dtype,
             backend: Backend::Cpu { threads: cpu::threads() },
         };
-        Executor { pass: Some(pass), spec: at, ledger, recompute_blocks: recompute, offload: None }
+        Executor { recompute_blocks: recompute, ..Executor::new(Some(pass), at, ledger) }
     }
 
     /// Accumulates the gradients of rows of the batch. Returns their summed loss and the peak of the ledger.
@@ -292,13 +292,8 @@ impl TestNetwork<'_> {
             .read()
             .unwrap()
             .loss;
-        let plan = Executor {
-            pass: None,
-            spec: walk.spec,
-            ledger: &planned,
-            recompute_blocks: recompute,
-            offload: aside,
-        };
+        let plain = Executor::new(None, walk.spec, &planned);
+        let plan = Executor { recompute_blocks: recompute, offload: aside, ..plain };
         self.built.network.forward_backward(&plan, None).unwrap();
         assert_eq!(
             (ledger.peak(), ledger.reserved()),

@@ -65,7 +65,9 @@ impl Executor<'_> {
         let output_reservation = self.reserve(Role::Activations, layer.name(), cost.output)?;
         let saved_reservation = self.reserve(Role::Activations, layer.name(), cost.saved)?;
         let _work = self.reserve(Role::Workspace, layer.name(), cost.forward_workspace)?;
-        let (value, saved) = match (self.pass_in_mode(mode), &x.value) {
+        let weights = self.dequantize(|| layer.params())?;
+        let pass = self.pass_in_mode(mode).map(|pass| weights.in_pass(pass));
+        let (value, saved) = match (pass, &x.value) {
             (Some(pass), Some(x)) => forward(x, &pass).map(|(y, saved)| (Some(y), Some(saved)))?,
             _ => (None, None),
         };

@@ -8,6 +8,8 @@ use crate::base::{MicroBatchSpec, Phase, Role};
 use crate::kernels::host;
 use crate::kernels::reference::ReferenceScope;
 use crate::layers::{Mode, PassContext};
+use crate::memory::Ledger;
+use crate::params::Int8Layout;
 
 /// The names that its reservations carry.
 const INPUTS: &str = "teacher's inputs";
@@ -16,8 +18,10 @@ const FEATURES: &str = "teacher's features";
 
 pub struct TeacherNetwork {
     pub network: Network,
-    /// The type of its weights and activations.
+    /// The type of its activations, and of its weights unless those are 8-bit integers.
     pub dtype: DType,
+    /// Where its weights lie if they are 8-bit integers.
+    pub int8: Option<Int8Layout>,
     /// Floats of a sample, which arrive in the student's type. 0 for tokens and rows of tables: those have one type.
     pub float_inputs: usize,
     /// It computes in every step. If not, its logits were stored before the first one.
@@ -33,8 +37,19 @@ pub(super) struct TeacherOutput {
 }
 
 impl TeacherNetwork {
-    /// Its logits, in f32 on the host, by a pass of its own: `exec` has its weights and its type, and so have floats
-    /// among the inputs. Empty in a dry run.
+    /// What executes it: a pass with its weights, in its type.
+    pub fn executor<'a>(
+        &'a self,
+        pass: Option<PassContext<'a>>,
+        spec: MicroBatchSpec,
+        ledger: &'a Ledger,
+    ) -> Executor<'a> {
+        let spec = MicroBatchSpec { dtype: self.dtype, ..spec };
+        Executor { int8: self.int8.as_ref(), ..Executor::new(pass, spec, ledger) }
+    }
+
+    /// Its logits, in f32 on the host, by a pass of its own: `exec` is its [`executor`](Self::executor). Floats among the inputs
+    /// have its type. Empty in a dry run.
     pub fn logits_on_host(&self, exec: &Executor, inputs: Option<&Tensor>) -> StepResult<Vec<f32>> {
         let _kernels = ReferenceScope::enter(exec.spec.backend.is_reference());
         exec.ledger.set_phase(Phase::Teacher);
@@ -60,8 +75,8 @@ impl TeacherNetwork {
         let pass = student.pass.as_ref().and_then(|pass| {
             Some(PassContext { store: pass.teacher?, mode: Mode::Eval, teacher: None, ..*pass })
         });
-        let spec = MicroBatchSpec { dtype: self.dtype, ..student.spec };
-        let exec = Executor { pass, spec, ledger: student.ledger, recompute_blocks: 0, offload: None };
+        let exec = self.executor(pass, student.spec, student.ledger);
+        let spec = exec.spec;
         let converts = self.dtype != student.spec.dtype;
         let inputs = batch.map(|batch| &batch.inputs);
         let (inputs, reserved) = match converts && self.float_inputs > 0 {

@@ -7,14 +7,14 @@ use crate::graph::offload::ActivationOffload;
 use crate::kernels::Activation;
 use crate::layers::cross_entropy::CrossEntropy;
 use crate::layers::gradcheck::{
-    TestContext, assert_gradient, finite_differences, random_tensor, relative_error, test_device, test_spec,
-    to_f64_vec,
+    TestContext, assert_gradient, finite_differences, int8_copy, random_tensor, relative_error, test_device,
+    test_spec, to_f64_vec,
 };
 use crate::layers::linear::{Linear, LinearOptions};
 use crate::layers::norm::NormLayer;
 use crate::layers::{Layer, Mode, PassContext};
 use crate::memory::Ledger;
-use crate::params::{ParamInit, ParamRegistry};
+use crate::params::{Int8Layout, ParamInit, ParamRegistry};
 
 #[derive(Clone, Copy)]
 struct TestSizes {
@@ -115,13 +115,8 @@ fn gradients_and_peak(dtype: DType, recompute: usize, offload_inputs: bool) -> (
     let ((network, subject), ledger) = (subject(dtype, SMALL), Ledger::planning());
     let offload = offload_inputs.then(|| ActivationOffload::new(Ledger::planning(), &test_device()).unwrap());
     let (pass, offload) = (Some(subject.pass(Mode::Train)), offload.as_ref());
-    let exec = Executor {
-        pass,
-        spec: test_spec(SMALL.batch, dtype),
-        ledger: &ledger,
-        recompute_blocks: recompute,
-        offload,
-    };
+    let plain = Executor::new(pass, test_spec(SMALL.batch, dtype), &ledger);
+    let exec = Executor { recompute_blocks: recompute, offload, ..plain };
     network.forward_backward(&exec, Some(&batch(dtype, SMALL))).unwrap();
     (to_f64_vec(&subject.store.grads), ledger.peak())
 }
@@ -130,13 +125,8 @@ fn gradients_and_peak(dtype: DType, recompute: usize, offload_inputs: bool) -> (
 fn gradients_match_finite_differences() {
     let (network, subject) = subject(DType::F64, SMALL);
     let (batch, ledger) = (batch(DType::F64, SMALL), Ledger::planning());
-    let exec = |mode| Executor {
-        pass: Some(subject.pass(mode)),
-        spec: test_spec(SMALL.batch, DType::F64),
-        ledger: &ledger,
-        recompute_blocks: 0,
-        offload: None,
-    };
+    let spec = test_spec(SMALL.batch, DType::F64);
+    let exec = |mode| Executor::new(Some(subject.pass(mode)), spec, &ledger);
     network.forward_backward(&exec(Mode::Train), Some(&batch)).unwrap();
     let loss = || network.evaluate(&exec(Mode::Eval), Some(&batch), false).unwrap().0.read().unwrap().loss;
     for (i, (weight, grad)) in subject.store.weight_views().iter().zip(subject.store.grad_views()).enumerate()
@@ -176,18 +166,31 @@ impl Taught {
             });
         }
         let float_inputs = 7 * SMALL.length;
-        let teacher =
-            TeacherNetwork { network: teacher, dtype: teacher_dtype, float_inputs, every_step: true };
+        let teacher = TeacherNetwork {
+            network: teacher,
+            dtype: teacher_dtype,
+            int8: None,
+            float_inputs,
+            every_step: true,
+        };
         network.teacher = Some(Box::new(teacher));
         let network = network.fuse(test_spec(1, dtype));
         let student = TestContext::new(ours, dtype, SMALL.batch);
         Self { network, student, teacher: TestContext::new(theirs, teacher_dtype, SMALL.batch) }
     }
 
+    /// With weights of 8-bit integers in the teacher.
+    fn with_int8_teacher(mut self) -> Self {
+        self.teacher.store = int8_copy(&self.teacher.store);
+        let int8 = Int8Layout::new(&self.teacher.store.layout.params);
+        self.network.teacher.as_mut().unwrap().int8 = Some(int8);
+        self
+    }
+
     fn run(&self, dtype: DType, recompute_blocks: usize, ledger: &Ledger) -> f64 {
         let pass = PassContext { teacher: Some(&self.teacher.store), ..self.student.pass(Mode::Train) };
         let spec = test_spec(SMALL.batch, dtype);
-        let exec = Executor { pass: Some(pass), spec, ledger, recompute_blocks, offload: None };
+        let exec = Executor { recompute_blocks, ..Executor::new(Some(pass), spec, ledger) };
         self.network.forward_backward(&exec, Some(&batch(dtype, SMALL))).unwrap().read().unwrap().loss
     }
 }
@@ -212,11 +215,19 @@ fn gradients_of_features_match_finite_differences() {
 /// Recomputed blocks change no bit of it, and the plan has all of it, with a teacher of another type too.
 #[test]
 fn features_are_recomputed_and_planned() {
-    for (dtype, teacher_dtype) in
-        [(DType::F32, DType::F32), (DType::F32, DType::BF16), (DType::BF16, DType::BF16)]
-    {
+    for (dtype, teacher_dtype, int8) in [
+        (DType::F32, DType::F32, false),
+        (DType::F32, DType::BF16, false),
+        (DType::BF16, DType::BF16, false),
+        (DType::F32, DType::F32, true),
+        (DType::BF16, DType::BF16, true),
+    ] {
+        let taught = || match Taught::new(dtype, teacher_dtype) {
+            taught if int8 => taught.with_int8_teacher(),
+            taught => taught,
+        };
         let run = |recompute| {
-            let (taught, ledger) = (Taught::new(dtype, teacher_dtype), Ledger::planning());
+            let (taught, ledger) = (taught(), Ledger::planning());
             let loss = taught.run(dtype, recompute, &ledger);
             (loss, to_f64_vec(&taught.student.store.grads), ledger.peak())
         };
@@ -224,10 +235,9 @@ fn features_are_recomputed_and_planned() {
         assert!(kept.1.iter().all(|g| g.is_finite()) && kept.0 > 0.0);
         assert_eq!((kept.0, &kept.1), (recomputed.0, &recomputed.1));
         for (recompute, peak) in [(0, kept.2), (4, recomputed.2)] {
-            let (taught, ledger) = (Taught::new(dtype, teacher_dtype), Ledger::planning());
+            let (taught, ledger) = (taught(), Ledger::planning());
             let spec = test_spec(SMALL.batch, dtype);
-            let exec =
-                Executor { pass: None, spec, ledger: &ledger, recompute_blocks: recompute, offload: None };
+            let exec = Executor { recompute_blocks: recompute, ..Executor::new(None, spec, &ledger) };
             taught.network.forward_backward(&exec, None).unwrap();
             assert_eq!(ledger.peak(), peak);
         }
@@ -253,13 +263,8 @@ fn recomputed_and_offloaded_blocks_are_bit_exact() {
 fn plan_reserves_what_the_pass_reserves() {
     for (dtype, recompute) in [(DType::F32, 0), (DType::BF16, 0), (DType::BF16, 4)] {
         let (network, planned) = (subject(dtype, SMALL).0, Ledger::planning());
-        let exec = Executor {
-            pass: None,
-            spec: test_spec(SMALL.batch, dtype),
-            ledger: &planned,
-            recompute_blocks: recompute,
-            offload: None,
-        };
+        let plain = Executor::new(None, test_spec(SMALL.batch, dtype), &planned);
+        let exec = Executor { recompute_blocks: recompute, ..plain };
         network.forward_backward(&exec, None).unwrap();
         assert_eq!(planned.peak(), gradients_and_peak(dtype, recompute, false).1);
     }
@@ -279,7 +284,7 @@ fn gradients_of_large_gemms_match_their_halves() {
             let of = |t: &Tensor| t.narrow(0, part * each, each).unwrap().contiguous().unwrap();
             let batch = DeviceBatch { inputs: of(&all.inputs), targets: of(&all.targets), sample_info: None };
             let (pass, at) = (Some(subject.pass(Mode::Train)), test_spec(each, DType::BF16));
-            let exec = Executor { pass, spec: at, ledger: &ledger, recompute_blocks: 0, offload: None };
+            let exec = Executor::new(pass, at, &ledger);
             network.forward_backward(&exec, Some(&batch)).unwrap();
         }
         let name = |i: usize| subject.store.layout.params.spec(i).name.clone();

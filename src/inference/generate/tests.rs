@@ -59,7 +59,7 @@ impl Subject {
         };
         let ledger = Ledger::new(u64::MAX, None);
         let pass = Some(self.weights.pass(Mode::Eval));
-        let exec = Executor { pass, spec, ledger: &ledger, recompute_blocks: 0, offload: None };
+        let exec = Executor::new(pass, spec, &ledger);
         let ids = Tensor::new(tokens, &test_device()).unwrap().unsqueeze(0).unwrap();
         let all: Vec<u32> = (0..tokens.len() as u32).collect();
         let logits = network.logits_at(&exec, Some(&ids), &all, VOCAB).unwrap();

@@ -18,7 +18,7 @@ use crate::data::{DataError, HostBatch};
 use crate::events::Reporter;
 use crate::events::activity::Work;
 use crate::events::event::Event;
-use crate::graph::network::{Executor, StepError};
+use crate::graph::network::StepError;
 use crate::layers::{Mode, PassContext};
 use crate::memory::{Oom, Reservation, measure, resident_limit};
 use crate::param_store::ParamStore;
@@ -52,11 +52,13 @@ impl LogitEntry {
             None => startup::fingerprint(setup, None, &options.opening)?,
         };
         let samples = (setup.job.seed, &setup.job.data.source, setup.features());
-        let (samples, dtype) = (serde_json::json!(samples), teacher.dtype(setup.backend()));
+        let (samples, format_of_weights) =
+            (serde_json::json!(samples), teacher.weight_format(setup.backend()));
         let preprocessing = hash_bytes(&setup.preprocessing.to_json());
         let contents: Vec<&str> = data.sources.iter().map(|source| source.content.as_str()).collect();
         let contents = contents.join(" ");
-        let settings = format!("{VERSION} {format:?} {dtype:?} {samples} {preprocessing} {contents}");
+        let settings =
+            format!("{VERSION} {format:?} {format_of_weights} {samples} {preprocessing} {contents}");
         let key = CacheKey::new(&[], &settings)?;
         let found = options.opening.cache.find(ENTRY, key);
         Ok(Some(Self { key, found }))
@@ -145,11 +147,10 @@ fn compute(
         let next = may_retry.then(|| batch.div_ceil(2));
         let change = next.map(|batch| format!("teacher's micro-batch {batch}"));
         tried.push(OomAttempt::new(0, &oom, change));
-        first.get_or_insert(oom);
-        match (next, first.clone()) {
-            (Some(eval_micro_batch), _) => plan = ExecutionPlan { eval_micro_batch, prefetch: 0, ..plan },
-            (None, Some(first)) => return Err(Failure::OutOfMemory { first: Box::new(first), tried }),
-            (None, None) => unreachable!("the first error is kept"),
+        let first: &Oom = first.get_or_insert(oom);
+        match next {
+            Some(eval_micro_batch) => plan = ExecutionPlan { eval_micro_batch, prefetch: 0, ..plan },
+            None => return Err(Failure::OutOfMemory { first: Box::new(first.clone()), tried }),
         }
     }
 }
@@ -179,11 +180,12 @@ impl<'a> TeacherPass<'a> {
         };
         let parts = setup.estimator().teacher_allocations(plan).into_iter().map(reserve);
         let reservations = parts.collect::<Result<_, _>>().map_err(UpdateError::Oom)?;
-        let (dtype, device) = (teacher.dtype(setup.backend()), setup.device());
-        let store = ParamStore::for_inference(teacher.layout.clone(), dtype, &device)
+        let (backend, device) = (setup.backend(), setup.device());
+        let store = teacher
+            .store(backend, &device)
             .map_err(|error| map_device_oom(setup, &ledgers.tensors, Role::Weights, error.into()))?;
         teacher.load(&store)?;
-        let staging = BatchStaging::new(dtype, &device, &ledgers);
+        let staging = BatchStaging::new(teacher.dtype(backend), &device, &ledgers);
         Ok(Self { setup, store, staging, ledgers, plan, _reservations: reservations })
     }
 
@@ -252,13 +254,12 @@ impl<'a> TeacherPass<'a> {
                 lengths: (!batch.lengths.is_empty()).then_some(&batch.lengths),
                 sample_info: tensors.sample_info.as_ref(),
                 loss_scale: 1.0,
-                tracked: None,
+                copies: None,
                 cache: None,
                 teacher: None,
                 teacher_logits: None,
             };
-            let exec = Executor { pass: Some(pass), spec, ledger, recompute_blocks: 0, offload: None };
-            teacher.logits_on_host(&exec, Some(&tensors.inputs))
+            teacher.logits_on_host(&teacher.executor(Some(pass), spec, ledger), Some(&tensors.inputs))
         };
         Ok(run().map_err(|error| map_device_oom(setup, ledger, Role::Activations, error))?)
     }

@@ -450,7 +450,7 @@ fn set_distill(draw: &mut Draw, job: &mut Table, classes: bool) {
         table.set("weight", draw.pick(&[0.0, 0.5, 1.0]));
     }
     if draw.chance(0.5) {
-        table.set("teacher_precision", draw.pick(&["same", "f32", "bf16"]));
+        table.set("teacher_precision", draw.pick(&["same", "f32", "bf16", "int8"]));
     }
     // Inputs that change from epoch to epoch have no logits to store.
     let changes = data.contains_key("augment")

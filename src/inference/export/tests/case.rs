@@ -272,13 +272,7 @@ impl Case {
         let mut pass = context.pass(Mode::Eval);
         pass.lengths = lengths;
         let ledger = Ledger::planning();
-        let exec = Executor {
-            pass: Some(pass),
-            spec: test_spec(batch, DType::F32),
-            ledger: &ledger,
-            recompute_blocks: 0,
-            offload: None,
-        };
+        let exec = Executor::new(Some(pass), test_spec(batch, DType::F32), &ledger);
         let logits = network.logits(&exec, Some(inputs)).unwrap().unwrap();
         // As a session does.
         let values = || logits.flatten_all().unwrap().to_vec1::<f32>().unwrap();
