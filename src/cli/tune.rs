@@ -248,6 +248,7 @@ impl TuneArgs {
         common: &CommonArgs,
     ) -> anyhow::Result<Exit> {
         let best = sweep.ranking(results).first().copied();
+        let page = write_page(folder, sweep);
         let retrain = best.map(|trial| retrain_command(sweep, &sweep.trials[trial], common));
         if common.json {
             let complete = end == SweepEnd::Complete;
@@ -257,6 +258,9 @@ impl TuneArgs {
             let display = common.display_options(io::stdout().is_terminal());
             report::tune::table(sweep, results, display).iter().try_for_each(print_line)?;
             print_line("")?;
+            if let Some(page) = page {
+                print_line(format_args!("report   {}", page.display()))?;
+            }
             if let (Some(trial), Some(retrain)) = (best, retrain) {
                 let run = folder.trial_run(trial).root;
                 print_line(format_args!("best     {}", run.display()))?;
@@ -293,6 +297,30 @@ impl TuneArgs {
             }
             .into()),
             SweepEnd::Complete | SweepEnd::OutOfTime => Ok(Exit::Done),
+        }
+    }
+}
+
+/// Writes the page that compares the trials, unless the job wants none. The sweep is complete without it.
+fn write_page(folder: &TuneFolder, sweep: &Sweep) -> Option<PathBuf> {
+    let base: Job = serde_json::from_value(sweep.base.clone()).ok()?;
+    let runs: Vec<PathBuf> = (0..sweep.trials.len())
+        .map(|trial| folder.trial_run(trial))
+        .filter(|run| run.events().exists())
+        .map(|run| run.root)
+        .collect();
+    if !base.log.report || runs.is_empty() {
+        return None;
+    }
+    let path = folder.root.join("report.html");
+    let written = report::html::read(&runs, None)
+        .map_err(anyhow::Error::from)
+        .and_then(|histories| Ok(report::html::write_file(&path, &histories.unwrap_or_default())?));
+    match written {
+        Ok(_) => Some(path),
+        Err(error) => {
+            eprintln!("warning: `{}` was not written: {error}", path.display());
+            None
         }
     }
 }

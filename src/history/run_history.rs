@@ -114,6 +114,9 @@ impl RunHistory {
     ) -> Result<Option<Self>, HistoryError> {
         let (mut history, mut reader) = Self::open(root, max_buckets)?;
         let is_whole = history.update(&mut reader, limit)?;
+        if history.plans.is_empty() && history.curves.is_empty() && history.moments.is_empty() {
+            return Err(HistoryError::NoEvents(root.to_owned()));
+        }
         history.generated = GeneratedTexts::read(&history.record.folder.generated());
         Ok(is_whole.then_some(history))
     }

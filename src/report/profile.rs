@@ -11,7 +11,7 @@ use crate::base::Role;
 use crate::base::units::counted;
 use crate::graph::offload::CopySpeed;
 use crate::job::OptimizerKind;
-use crate::train::profile::{BlockOffload, KernelProfile, NodeProfile, Profile};
+use crate::train::profile::{BlockOffload, KernelProfile, NodeProfile, Profile, TimelineSpan};
 
 /// Nodes and blocks that the tables list without `--verbose`, the slowest first.
 const MAX_LISTED: usize = 12;
@@ -246,20 +246,41 @@ fn smaller_with(role: Role, optimizer: OptimizerKind) -> Option<&'static str> {
     }
 }
 
-/// The timeline in the trace-event format: complete events, in microseconds.
+/// The timeline in the trace-event format: complete events of one thread, in microseconds.
 pub fn trace(profile: &Profile) -> Value {
-    let events: Vec<Value> = profile
-        .timeline
-        .iter()
-        .map(|span| {
-            json!({
-                "name": span.name, "cat": span.category, "ph": "X", "pid": 1, "tid": 1,
-                "ts": 1e6 * span.start_s, "dur": 1e6 * span.seconds,
-                "args": { "planned_bytes": span.reserved_bytes, "measured_bytes": span.heap_bytes },
-            })
+    let named = |what: &str, name: &str| json!({ "name": what, "ph": "M", "pid": 1, "tid": 1, "args": { "name": name } });
+    let mut events = vec![named("process_name", "trainer profile"), named("thread_name", "updates")];
+    let microseconds = |nanoseconds: i64| nanoseconds as f64 / 1e3;
+    events.extend(nested(&profile.timeline).into_iter().map(|(span, start, end)| {
+        json!({
+            "name": span.name, "cat": span.category, "ph": "X", "pid": 1, "tid": 1,
+            "ts": microseconds(start), "dur": microseconds(end - start),
+            "args": { "planned_bytes": span.reserved_bytes, "measured_bytes": span.heap_bytes },
         })
-        .collect();
+    }));
     json!({ "traceEvents": events, "displayTimeUnit": "ms" })
+}
+
+/// Spans with their start and end in whole nanoseconds, in order: each is within the one around it, or after it.
+/// Readers drop spans that overlap others in part, as rounding would make some do.
+fn nested(spans: &[TimelineSpan]) -> Vec<(&TimelineSpan, i64, i64)> {
+    let nanoseconds = |seconds: f64| (1e9 * seconds).round() as i64;
+    let times = |span: &TimelineSpan| (nanoseconds(span.start_s), nanoseconds(span.start_s + span.seconds));
+    let rounded = spans.iter().zip(spans.iter().map(times));
+    let mut spans: Vec<_> = rounded.map(|(span, (start, end))| (span, start, end)).collect();
+    spans.sort_by_key(|(_, start, end)| (*start, std::cmp::Reverse(*end)));
+    let mut around: Vec<i64> = Vec::new();
+    for (_, start, end) in &mut spans {
+        // A span that begins in the last nanosecond of one that it outlasts begins after it.
+        while let Some(outer) =
+            around.pop_if(|outer| *outer <= *start || (*outer - 1 == *start && *outer < *end))
+        {
+            *start = outer.max(*start);
+        }
+        *end = around.last().map_or(*end, |outer| *outer.min(end)).max(*start);
+        around.push(*end);
+    }
+    spans
 }
 
 /// Lines `frame;frame microseconds` for a flame graph of one update: the pass, the block, the node, the kernel.
@@ -407,8 +428,33 @@ mod tests {
     #[test]
     fn a_trace_has_complete_events_in_microseconds() {
         let trace = trace(&profile());
-        let event = &trace["traceEvents"][0];
+        let event = trace["traceEvents"].as_array().unwrap().iter().find(|event| event["ph"] == "X").unwrap();
         assert_eq!((&event["ph"], &event["ts"], &event["dur"]), (&json!("X"), &json!(5e5), &json!(2e3)));
+    }
+
+    /// In nanoseconds: 2 within 1 beyond its end by rounding, 3 beginning in the last nanosecond of 1.
+    #[test]
+    fn spans_of_a_trace_nest() {
+        let span = |name: &str, start: f64, end: f64| TimelineSpan {
+            name: name.into(),
+            category: "node",
+            start_s: start * 1e-9,
+            seconds: (end - start) * 1e-9,
+            reserved_bytes: 0,
+            heap_bytes: 0,
+        };
+        let spans = [
+            span("3", 9.4, 15.0),
+            span("2", 4.0, 10.6),
+            span("1", 0.0, 10.4),
+            span("4", 15.2, 15.3),
+            span("5", 20.0, 30.0),
+        ];
+        let nested: Vec<_> = super::nested(&spans)
+            .into_iter()
+            .map(|(span, start, end)| (span.name.as_str(), start, end))
+            .collect();
+        assert_eq!(nested, [("1", 0, 10), ("2", 4, 10), ("3", 10, 15), ("4", 15, 15), ("5", 20, 30)]);
     }
 
     /// The frames of a flame graph add up to the update.

@@ -15,6 +15,12 @@ const DIVERGED_FACTOR: f64 = 4.0;
 /// The first updates, whose smoothed loss is a mean of few.
 const FIRST_UPDATES: usize = 5;
 
+/// One part in this many of a test has rates that hardly train: what falls there is an outlier among the first losses.
+const START_PARTS: usize = 10;
+
+/// A slope is measured over this many updates on either side, more than a noisy loss needs to turn.
+const SLOPE_SPAN: usize = 4;
+
 /// A fall of the smoothed loss by less than this fraction is noise.
 const MIN_DESCENT: f64 = 0.01;
 
@@ -65,14 +71,17 @@ pub fn curve(updates: impl IntoIterator<Item = (u64, f64, f64)>) -> Curve {
 /// The suggested rate; `None` if no rate lowered the loss.
 pub fn suggest(points: &[LrPoint]) -> Option<Suggestion> {
     let finite = points.iter().position(|point| !point.smoothed.is_finite()).unwrap_or(points.len());
-    let points = points.get(FIRST_UPDATES..finite)?;
+    let points = points.get(FIRST_UPDATES.max(finite / START_PARTS)..finite)?;
     let (at, minimum) = points.iter().enumerate().min_by(|a, b| a.1.smoothed.total_cmp(&b.1.smoothed))?;
     let start = points.first()?.smoothed;
     if start - minimum.smoothed < MIN_DESCENT * start.abs() {
         return None;
     }
     // The rates grow by one factor, so that differences of neighbours are slopes over the logarithm of the rate.
-    let slope = |i: &usize| points[i + 1].smoothed - points[i - 1].smoothed;
+    let slope = |i: &usize| {
+        let (from, to) = (i.saturating_sub(SLOPE_SPAN), (i + SLOPE_SPAN).min(at));
+        (points[to].smoothed - points[from].smoothed) / (to - from) as f64
+    };
     let steepest = (1..at).min_by(|a, b| slope(a).total_cmp(&slope(b))).unwrap_or(at);
     Some(Suggestion { lr: points[steepest].lr, lr_at_minimum: minimum.lr, loss_at_minimum: minimum.smoothed })
 }
@@ -100,6 +109,17 @@ mod tests {
         // Smoothing delays the curve by less than a factor of 4.
         assert!((1e-3..4e-3).contains(&suggestion.lr), "{suggestion:?}");
         assert!(suggestion.lr_at_minimum > suggestion.lr);
+    }
+
+    /// The same, with noise and a first loss far above the second.
+    #[test]
+    fn an_outlier_at_the_start_is_not_a_descent() {
+        let rate = |i: usize| 1e-5 * 10f64.powf(i as f64 / 40.0);
+        let noise = |i: usize| 0.05 * ((i * 7919 % 13) as f64 / 6.0 - 1.0);
+        let first = |i: usize| if i == 0 { 1.5 } else { 0.0 };
+        let curve = curve((0..200).map(|i| (i as u64 + 1, rate(i), loss(rate(i)) + noise(i) + first(i))));
+        let suggestion = suggest(&curve.points).unwrap();
+        assert!((5e-4..4e-3).contains(&suggestion.lr), "{suggestion:?}");
     }
 
     #[test]

@@ -32,7 +32,7 @@ pub struct GeneratedTexts {
     pub max_tokens: usize,
     /// In the order of the job's prompts.
     pub texts: Vec<GeneratedText>,
-    /// Why there are none.
+    /// Why prompts, or all of them, have none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
 }
@@ -70,7 +70,11 @@ impl GeneratedTexts {
     ) -> Self {
         let (step, max_tokens) = (model.step, eval.prompt_tokens);
         match texts(model, eval, options, ctx) {
-            Ok(texts) => Self { step, max_tokens, texts, error: None },
+            Ok((texts, refused)) => {
+                let refused: Vec<String> = refused.iter().map(PromptError::to_string).collect();
+                let error = (!refused.is_empty()).then(|| refused.join("; "));
+                Self { step, max_tokens, texts, error }
+            }
             Err(error) => {
                 let causes = std::iter::successors(error.source(), |cause| (*cause).source());
                 let error = causes.fold(error.to_string(), |text, cause| format!("{text}: {cause}"));
@@ -101,8 +105,8 @@ fn texts(
     eval: &EvalConfig,
     options: &SessionOptions,
     ctx: &DatasetContext,
-) -> Result<Vec<GeneratedText>, PromptError> {
-    let (prompts, max_tokens) = (&eval.prompts, eval.prompt_tokens);
+) -> Result<(Vec<GeneratedText>, Vec<PromptError>), PromptError> {
+    let max_tokens = eval.prompt_tokens;
     let context = context(model)?;
     let text = ModelText::open(model, None, ctx)?.ok_or(PromptError::NoTokenizer)?;
     let limits = PromptLimits { context, max_tokens: 1, truncate: false };
@@ -114,7 +118,20 @@ fn texts(
         limits.fit(&mut tokens).map_err(|error| refused(error.to_string()))?;
         Ok(tokens)
     };
-    let tokens = prompts.iter().enumerate().map(tokens).collect::<Result<Vec<_>, PromptError>>()?;
+    let (mut prompts, mut encoded, mut refused) = (Vec::new(), Vec::new(), Vec::new());
+    for (i, prompt) in eval.prompts.iter().enumerate() {
+        match tokens((i, prompt)) {
+            Ok(tokens) => {
+                prompts.push(prompt);
+                encoded.push(tokens);
+            }
+            Err(error) => refused.push(error),
+        }
+    }
+    let tokens = encoded;
+    if tokens.is_empty() {
+        return Ok((Vec::new(), refused));
+    }
     let longest = tokens.iter().map(Vec::len).max().unwrap_or(1);
     let request = GenerationRequest {
         sequences: tokens.len().min(options.max_micro_batch).max(1),
@@ -127,10 +144,10 @@ fn texts(
     let generation = GenerationOptions { sampling: greedy, max_tokens, end_tokens };
     let mut generator = loaded.generator()?;
     let done = continue_prompts(&mut generator, &tokens, &generation, &text, &[], &mut |_, _| true)?;
-    let text = |(prompt, one): (&String, super::Continuation)| GeneratedText {
-        prompt: prompt.clone(),
+    let text = |(prompt, one): (&&String, super::Continuation)| GeneratedText {
+        prompt: (*prompt).clone(),
         text: one.text,
         finish: one.generation.reason,
     };
-    Ok(prompts.iter().zip(done).map(text).collect())
+    Ok((prompts.iter().zip(done).map(text).collect(), refused))
 }

@@ -141,7 +141,10 @@ impl Chart {
     fn marks_svg(&self) -> String {
         let ((x0, x1), _) = self.ranges();
         let [left, top, right, bottom] = axes::rect();
-        let mark = |mark: &Mark| {
+        let mark = |(number, mark): (usize, &Mark)| {
+            // Symbols of one step stand one below the other.
+            let above = self.marks[..number].iter().filter(|other| other.at.step == mark.at.step).count();
+            let row = (above as i32).min((bottom - top) / LINE - 1);
             let fraction = ((mark.at.step as f64 - x0) / (x1 - x0)).clamp(0.0, 1.0);
             let x = f64::from(left) + fraction * f64::from(right - left);
             format!(
@@ -149,11 +152,11 @@ impl Chart {
                  <line y1=\"{top}\" y2=\"{bottom}\"/><text y=\"{}\" text-anchor=\"middle\">{}</text></g>",
                 mark.run,
                 escape(&mark.text),
-                top + LINE - 4,
+                top + LINE * (row + 1) - 4,
                 mark.symbol
             )
         };
-        self.marks.iter().map(mark).collect()
+        self.marks.iter().enumerate().map(mark).collect()
     }
 
     fn json(&self, x: (f64, f64), y: (f64, f64)) -> serde_json::Value {

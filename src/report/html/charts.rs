@@ -159,10 +159,30 @@ fn memory_chart(
     let marks = runs.iter().enumerate().flat_map(|(run, history)| {
         history.moments.iter().map(move |moment| mark(run, moment)).collect::<Vec<_>>()
     });
-    let marks = if series.is_empty() { Vec::new() } else { marks.collect() };
+    let marks: Vec<Mark> = if series.is_empty() { Vec::new() } else { marks.collect() };
+    let is_marked = |symbol: &str| marks.iter().any(|mark| mark.symbol == symbol);
+    let meanings: Vec<String> = SYMBOLS
+        .into_iter()
+        .filter(|(symbol, _)| is_marked(symbol))
+        .map(|(symbol, meaning)| format!("{symbol} {meaning}"))
+        .collect();
+    if !meanings.is_empty() {
+        notes.push(format!("{}.", meanings.join(", ")));
+    }
     let note = (!notes.is_empty()).then(|| heading(&notes.join(" ")));
     Chart { marks, note, ..chart(title, Unit::Bytes, true, series) }
 }
+
+/// What the symbols mean.
+const SYMBOLS: [(&str, &str); 7] = [
+    ("✕", "out of memory"),
+    ("!", "memory pressure"),
+    ("±", "budget corrected"),
+    ("↻", "restarted"),
+    ("▼", "smaller micro-batch"),
+    ("▲", "larger micro-batch"),
+    ("•", "other"),
+];
 
 /// A symbol per kind of event, so that none needs a colour.
 fn symbol(event: &Event) -> &'static str {
