@@ -9,14 +9,14 @@ __device__ __forceinline__ uint64_t nanoseconds_now() {
     return now;
 }
 
-__global__ void wait_for(uint64_t nanoseconds) {
+__global__ void wait_for(int64_t nanoseconds) {
     uint64_t start = nanoseconds_now();
-    while (nanoseconds_now() - start < nanoseconds) __nanosleep(200);
+    while (int64_t(nanoseconds_now() - start) < nanoseconds) __nanosleep(200);
 }
 
 } // namespace
 
-extern "C" int moment_occupy(uint64_t nanoseconds, cudaStream_t stream) {
+extern "C" int moment_occupy(int64_t nanoseconds, cudaStream_t stream) {
     wait_for<<<1, 1, 0, stream>>>(nanoseconds);
     return cudaGetLastError();
 }

@@ -5,11 +5,16 @@
 //! Taking a moment takes time itself: a [`TimeAxis`] takes that out again.
 
 use std::cell::Cell;
+#[cfg(feature = "cuda")]
+use std::ffi::c_int;
 use std::time::Instant;
 
 use candle_core::Device;
 #[cfg(feature = "cuda")]
 use candle_core::cuda_backend::cudarc::driver::{CudaEvent, CudaStream, sys::CUevent_flags};
+
+#[cfg(feature = "cuda")]
+use super::cuda::RawStream;
 
 /// Where moments are taken.
 #[derive(Clone, Default)]
@@ -70,7 +75,7 @@ impl Clock {
             // The launch is refused only by a device that has failed, which the next tensor read reports.
             #[cfg(feature = "cuda")]
             Self::Stream(stream) => {
-                let nanoseconds = (1e9 * seconds.min(MAX_OCCUPIED_S)) as u64;
+                let nanoseconds = (1e9 * seconds.min(MAX_OCCUPIED_S)) as i64;
                 // SAFETY: the kernel takes no memory.
                 let _ = unsafe { moment_occupy(nanoseconds, stream.cu_stream().cast()) };
             }
@@ -83,7 +88,7 @@ const MAX_OCCUPIED_S: f64 = 1.0;
 
 #[cfg(feature = "cuda")]
 unsafe extern "C" {
-    fn moment_occupy(nanoseconds: u64, stream: super::cuda::RawStream) -> std::ffi::c_int;
+    fn moment_occupy(nanoseconds: i64, stream: RawStream) -> c_int;
 }
 
 impl Moment {

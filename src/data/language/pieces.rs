@@ -302,7 +302,8 @@ mod tests {
         .unwrap();
         let seen = seen.0.into_inner().unwrap();
         let all = std::fs::metadata(&file).unwrap().len();
-        assert!(seen.len() > 1 && seen.iter().all(|s| s.1 == all) && seen.is_sorted());
+        // How many there are depends on the speed of the machine.
+        assert!(seen.iter().all(|s| s.1 == all) && seen.is_sorted());
         assert_eq!(*seen.last().unwrap(), (all, all));
     }
 }

@@ -12,7 +12,7 @@ use crate::base::random::{RngKey, stream_id};
 use crate::data::language::tokenizer::CharTokenizer;
 use crate::graph::network::Executor;
 use crate::layers::Mode;
-use crate::layers::gradcheck::{TestContext, test_spec};
+use crate::layers::gradcheck::{TestContext, test_device, test_spec};
 use crate::memory::Ledger;
 use crate::params::TensorSpec;
 use crate::train::tensor_files::load_views;
@@ -273,7 +273,8 @@ impl Case {
         pass.lengths = lengths;
         let ledger = Ledger::planning();
         let exec = Executor::new(Some(pass), test_spec(batch, DType::F32), &ledger);
-        let logits = network.logits(&exec, Some(inputs)).unwrap().unwrap();
+        let inputs = inputs.to_device(&test_device()).unwrap();
+        let logits = network.logits(&exec, Some(&inputs)).unwrap().unwrap().to_device(&Device::Cpu).unwrap();
         // As a session does.
         let values = || logits.flatten_all().unwrap().to_vec1::<f32>().unwrap();
         match points {
