@@ -154,15 +154,15 @@ pub fn profile(
     let clock = Clock::of(&device);
     // What the host takes to enqueue an update, without its wait for data: the device is kept busy for as long before
     // one is measured.
-    let mut head_start_s = 0.0;
+    let mut head_start_s = f64::INFINITY;
     for _ in 0..WARM_UPS {
         wait_for_device();
-        head_start_s = 0.0;
-        let mut from = Instant::now();
+        let (mut seconds, mut from) = (0.0, Instant::now());
         trial.next_update(|part| {
-            head_start_s += if part == UpdatePart::Data { 0.0 } else { from.elapsed().as_secs_f64() };
+            seconds += if part == UpdatePart::Data { 0.0 } else { from.elapsed().as_secs_f64() };
             from = Instant::now();
         })?;
+        head_start_s = f64::min(head_start_s, seconds);
         progress(trial.count);
     }
     let (mut recorded, mut unprofiled) = (Vec::new(), 0.0);
