@@ -49,21 +49,36 @@ fn the_parts_add_up_and_the_trace_is_nested() {
 
     let trace: Value = serde_json::from_slice(&fs::read(at.join("out/trace.json")).unwrap()).unwrap();
     let events = trace["traceEvents"].as_array().unwrap();
+    let (names, events): (Vec<&Value>, Vec<&Value>) = events.iter().partition(|event| event["ph"] == "M");
+    assert_eq!(names.len(), 2);
     let span = |event: &Value| {
         let number = |key: &str| event[key].as_f64().unwrap();
         (number("ts"), number("ts") + number("dur"))
     };
-    let passes: Vec<_> = events.iter().filter(|event| event["name"] == "micro-batch").map(span).collect();
+    let passes: Vec<_> =
+        events.iter().filter(|event| event["name"] == "micro-batch").copied().map(span).collect();
     assert_eq!(passes.len(), 3 * 2);
     let nodes: Vec<_> = events
         .iter()
         .filter(|event| ["forward", "backward"].iter().any(|pass| event["cat"] == *pass))
+        .copied()
         .map(span)
         .collect();
-    let matmuls: Vec<_> = events.iter().filter(|event| event["name"] == "matmul").map(span).collect();
+    let matmuls: Vec<_> =
+        events.iter().filter(|event| event["name"] == "matmul").copied().map(span).collect();
     let is_nested =
         |(start, end): &(f64, f64)| nodes.iter().any(|(from, to)| *from - 1.0 <= *start && *end <= *to + 1.0);
     assert!(!matmuls.is_empty() && matmuls.iter().all(is_nested), "kernels are within their layer");
+    // In whole nanoseconds each event is within the one around it, or begins where it ended or later.
+    let mut around: Vec<i64> = Vec::new();
+    for event in &events {
+        let whole = |microseconds: f64| (1e3 * microseconds).round() as i64;
+        let (start, end) = span(event);
+        let (start, end) = (whole(start), whole(end));
+        while around.pop_if(|outer| *outer <= start).is_some() {}
+        assert!(around.last().is_none_or(|outer| end <= *outer), "{event}");
+        around.push(end);
+    }
     for event in events {
         assert!(event["ph"] == "X" && event["pid"].is_u64() && event["tid"].is_u64(), "{event}");
         let (start, end) = span(event);
