@@ -80,10 +80,13 @@ thread_local! {
     static RECORDING: RefCell<Option<Recording>> = const { RefCell::new(None) };
 }
 
+/// Passes that a recording has room for from the start, so that its growth is not measured as memory of a node.
+const EXPECTED_SPANS: usize = 1024;
+
 /// Records the nodes and the kernels that this thread runs, on `gpu` or on the CPU, until [`take`].
 pub fn start(clock: Clock, gpu: Option<Arc<GpuDevice>>) {
     kernel_timer::start(clock.clone());
-    RECORDING.set(Some(Recording { clock, gpu, spans: Vec::new() }));
+    RECORDING.set(Some(Recording { clock, gpu, spans: Vec::with_capacity(EXPECTED_SPANS) }));
 }
 
 /// A recording that has ended. Its times are known once the device has run it.

@@ -43,9 +43,12 @@ thread_local! {
         const { RefCell::new(Recording { clock: Clock::Host, calls: Vec::new(), depth: 0 }) };
 }
 
+/// Calls that a recording has room for from the start, so that its growth is not measured as memory of a layer.
+const EXPECTED_CALLS: usize = 4096;
+
 /// Records the kernels that this thread calls until [`take`].
 pub fn start(clock: Clock) {
-    RECORDING.set(Recording { clock, ..Recording::default() });
+    RECORDING.set(Recording { clock, calls: Vec::with_capacity(EXPECTED_CALLS), depth: 0 });
     IS_RECORDING.set(true);
 }
 

@@ -269,8 +269,10 @@ fn nested(spans: &[TimelineSpan]) -> Vec<(&TimelineSpan, i64, i64)> {
     let rounded = spans.iter().zip(spans.iter().map(times));
     let mut spans: Vec<_> = rounded.map(|(span, (start, end))| (span, start, end)).collect();
     spans.sort_by_key(|(_, start, end)| (*start, std::cmp::Reverse(*end)));
-    let mut around: Vec<i64> = Vec::new();
+    let (mut around, mut latest) = (Vec::<i64>::new(), i64::MIN);
     for (_, start, end) in &mut spans {
+        // One that was moved to the end of another moves those within it.
+        *start = latest.max(*start);
         // A span that begins in the last nanosecond of one that it outlasts begins after it.
         while let Some(outer) =
             around.pop_if(|outer| *outer <= *start || (*outer - 1 == *start && *outer < *end))
@@ -279,6 +281,7 @@ fn nested(spans: &[TimelineSpan]) -> Vec<(&TimelineSpan, i64, i64)> {
         }
         *end = around.last().map_or(*end, |outer| *outer.min(end)).max(*start);
         around.push(*end);
+        latest = *start;
     }
     spans
 }
@@ -432,7 +435,7 @@ mod tests {
         assert_eq!((&event["ph"], &event["ts"], &event["dur"]), (&json!("X"), &json!(5e5), &json!(2e3)));
     }
 
-    /// In nanoseconds: 2 within 1 beyond its end by rounding, 3 beginning in the last nanosecond of 1.
+    /// In nanoseconds: 2 within 1 beyond its end by rounding, 3 beginning in the last nanosecond of 1, and 6 within 3.
     #[test]
     fn spans_of_a_trace_nest() {
         let span = |name: &str, start: f64, end: f64| TimelineSpan {
@@ -449,12 +452,16 @@ mod tests {
             span("1", 0.0, 10.4),
             span("4", 15.2, 15.3),
             span("5", 20.0, 30.0),
+            span("6", 9.4, 12.0),
         ];
         let nested: Vec<_> = super::nested(&spans)
             .into_iter()
             .map(|(span, start, end)| (span.name.as_str(), start, end))
             .collect();
-        assert_eq!(nested, [("1", 0, 10), ("2", 4, 10), ("3", 10, 15), ("4", 15, 15), ("5", 20, 30)]);
+        assert_eq!(
+            nested,
+            [("1", 0, 10), ("2", 4, 10), ("3", 10, 15), ("6", 10, 12), ("4", 15, 15), ("5", 20, 30)]
+        );
     }
 
     /// The frames of a flame graph add up to the update.
