@@ -15,7 +15,7 @@ pub struct Int8Layout {
     pub num_floats: usize,
 }
 
-/// Where a parameter lies.
+/// The place of a parameter.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Int8Slot {
     Float(Range<usize>),

@@ -136,7 +136,7 @@ impl Teacher {
         format!("{}{:?}", if self.is_int8 { "int8 " } else { "" }, self.dtype(backend))
     }
 
-    /// Where its weights lie if they are 8-bit integers.
+    /// The layout of its weights if they are 8-bit integers.
     fn int8(&self) -> Option<Int8Layout> {
         self.is_int8.then(|| Int8Layout::new(&self.layout.params))
     }

@@ -20,7 +20,7 @@ pub struct TeacherNetwork {
     pub network: Network,
     /// The type of its activations, and of its weights unless those are 8-bit integers.
     pub dtype: DType,
-    /// Where its weights lie if they are 8-bit integers.
+    /// The layout of its weights if they are 8-bit integers.
     pub int8: Option<Int8Layout>,
     /// Floats of a sample, which arrive in the student's type. 0 for tokens and rows of tables: those have one type.
     pub float_inputs: usize,
