@@ -11,7 +11,7 @@ use super::plan::{eprint_plan, local_machine};
 use super::{CommonArgs, Exit, JobFile, print_line, start_threads};
 use crate::report;
 use crate::train::Failure;
-use crate::train::profile::{Profile, WARM_UPS, profile};
+use crate::train::profile::{Profile, profile};
 use crate::train::setup::Setup;
 
 /// Measure where the time and the memory of an update go
@@ -42,7 +42,7 @@ impl ProfileArgs {
         setup.set_reference(common.uses_reference());
         let setup = setup.on_gpu(common.open_gpu(&job_memory)?);
         let display = common.display_options(io::stderr().is_terminal());
-        let bar = counting_bar(display, WARM_UPS + 2 * self.steps, "profile", "updates");
+        let bar = counting_bar(display, self.steps, "profile", "updates");
         // On a pool thread, as in a run.
         let measured = rayon::scope(|_| profile(&setup, &machine, self.steps, |done| bar.set_position(done)));
         bar.finish_and_clear();

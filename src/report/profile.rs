@@ -29,18 +29,20 @@ pub fn lines(profile: &Profile, display: DisplayOptions) -> Vec<String> {
     let update_s = profile.update_s;
     let mut lines = vec![
         format!(
-            "{} {} of {}: {} each, {} without the profile",
+            "{} {} of {}: {} each, {} without the profile{}",
             paint.bold("profile"),
             counted(profile.updates, "update"),
             counted(profile.plan.samples_per_update as u64, "sample"),
             milliseconds(update_s),
             milliseconds(profile.unprofiled_update_s),
+            if profile.graphs { " and as a CUDA graph" } else { "" },
         ),
         format!(
-            "overhead {} more ({}) for {}, taken out of each time below",
+            "overhead {} more ({}) for {}{}, taken out of each time below",
             milliseconds(profile.overhead_s),
             text::percent(profile.overhead_s, profile.unprofiled_update_s),
             counted(profile.timestamps, "timestamp"),
+            if profile.graphs { " and for launching kernel by kernel" } else { "" },
         ),
         String::new(),
     ];
@@ -198,9 +200,10 @@ pub fn hotspots(profile: &Profile) -> Vec<String> {
             ));
         }
     }
-    if let Some(enqueue_s) = profile.enqueue_s.filter(|seconds| *seconds > profile.update_s) {
+    let is_slow = |enqueue_s: &f64| !profile.graphs && *enqueue_s > profile.update_s;
+    if let Some(enqueue_s) = profile.enqueue_s.filter(is_slow) {
         found.push(format!(
-            "the host takes {} to enqueue an update: without CUDA graphs (`memory.graphs`) the GPU waits for it",
+            "the host takes {} to enqueue an update, and the GPU waits for it: CUDA graphs are off (`memory.graphs`)",
             milliseconds(enqueue_s)
         ));
     }
@@ -351,6 +354,7 @@ mod tests {
             updates: 4,
             update_s: 0.010,
             unprofiled_update_s: 0.0098,
+            graphs: false,
             overhead_s: 0.0005,
             timestamps: 120,
             enqueue_s: None,

@@ -17,10 +17,11 @@ fn is_experiment(key: &str) -> bool {
     key != "name" && !key.starts_with("log.")
 }
 
-/// The values of each run's job that differ from those of another run of the same name.
+/// The values of each run's job that differ from those of another run of the same name; none of a job that cannot be
+/// read.
 fn differing_values(runs: &[RunRecord]) -> Vec<Vec<(String, String)>> {
     let mut by_name = BTreeMap::<String, Vec<usize>>::new();
-    for (at, run) in runs.iter().enumerate() {
+    for (at, run) in runs.iter().enumerate().filter(|(_, run)| !run.job.is_empty()) {
         by_name.entry(run.name()).or_default().push(at);
     }
     let mut values = vec![Vec::new(); runs.len()];

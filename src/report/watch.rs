@@ -194,6 +194,7 @@ impl Selection {
             .map(|series| series.points.iter().map(|point| (point.step as f64, point.value)).collect())
             .collect();
         let colors = [Color::Cyan, Color::Yellow, Color::Green, Color::Magenta];
+        let style = |at: usize| self.paint(colors[at % colors.len()]);
         let sets = chart.series.iter().zip(&points).enumerate().map(|(at, (series, points))| {
             let (marker, graph) = match series.style {
                 chart::Style::Updates => (Marker::Braille, GraphType::Line),
@@ -202,23 +203,22 @@ impl Selection {
                     (Marker::Block, GraphType::Scatter)
                 }
             };
-            let name = if series.label.is_empty() { &chart.title } else { &series.label };
-            let style = self.paint(colors[at % colors.len()]);
-            Dataset::default().name(name.clone()).data(points).marker(marker).graph_type(graph).style(style)
+            Dataset::default().data(points).marker(marker).graph_type(graph).style(style(at))
         });
         let y_labels = [y0, (y0 + y1) / 2.0, y1].map(|y| chart.unit.format(y));
         let x_labels = [x0, x1].map(|x| format_count(x.max(0.0) as u64));
-        let last: Vec<String> = chart
-            .series
-            .iter()
-            .filter_map(|series| {
-                let value = chart.unit.format(series.points.last()?.value);
-                Some(format!("{} {value}", series.label).trim().to_owned())
-            })
-            .collect();
-        let title = format!("{}{place}: {}", chart.title, last.join(", "));
+        // The legend is the title, which covers no value.
+        let mut title = vec![Span::raw(format!("{}{place}:", chart.title))];
+        for (at, series) in chart.series.iter().enumerate() {
+            if let Some(last) = series.points.last() {
+                title.push(Span::raw(if title.len() > 1 { ", " } else { " " }));
+                let text = format!("{} {}", series.label, chart.unit.format(last.value));
+                title.push(Span::styled(text.trim().to_owned(), style(at)));
+            }
+        }
         let widget = Chart::new(sets.collect())
-            .block(Block::bordered().title(title))
+            .block(Block::bordered().title(Line::from(title)))
+            .legend_position(None)
             .x_axis(Axis::default().bounds([x0, x1]).labels(x_labels))
             .y_axis(Axis::default().bounds([y0, y1]).labels(y_labels));
         frame.render_widget(widget, area);

@@ -28,8 +28,10 @@ pub struct Profile {
     pub update_s: f64,
     /// An update without a profile.
     pub unprofiled_update_s: f64,
-    /// What a profiled update takes beyond that: the time of taking its timestamps. Each time in the profile is without
-    /// the timestamps taken in it.
+    /// Whether those updates may run as CUDA graphs, as in a run. Profiled ones never do: a graph runs as a whole.
+    pub graphs: bool,
+    /// What a profiled update takes beyond an unprofiled one: the time of taking its timestamps, and of launching what
+    /// a graph has ready. Each time in the profile is without its share, in proportion to the timestamps taken in it.
     pub overhead_s: f64,
     /// Timestamps per update.
     pub timestamps: u64,
@@ -132,8 +134,7 @@ pub struct TimelineSpan {
     pub heap_bytes: u64,
 }
 
-/// Profiles `updates` updates under the plan of the job. `progress` is called with the updates done, of twice as many
-/// and [`WARM_UPS`].
+/// Profiles `updates` updates under the plan of the job. `progress` is called with the number done.
 pub fn profile(
     setup: &Setup,
     machine: &TargetMachine,
@@ -144,34 +145,44 @@ pub fn profile(
     if plan.verdict == PlanVerdict::DoesNotFit {
         return Err(Failure::DoesNotFit(Box::new(plan)));
     }
-    // A graph runs as a whole, so none is captured; updates with and without a profile are measured alike and in turn.
     let ledgers = Ledgers::new(setup, machine.ram, None);
-    let most = WARM_UPS + 2 * updates;
-    let mut trial = TrialUpdates::start(setup, ledgers.clone(), plan.chosen, false, most)?;
+    let graphs = setup.gpu.is_some() && setup.job.memory.graphs && plan.chosen.offload.is_empty();
+    let start =
+        |graphs| TrialUpdates::start(setup, ledgers.clone(), plan.chosen, graphs, WARM_UPS + 2 * updates);
+    let mut trial = start(false)?;
     let device = setup.device();
     // A failure of the device shows where the next tensor is read.
     let wait_for_device = || drop(device.synchronize());
     let clock = Clock::of(&device);
     // What the host takes to enqueue an update, without its wait for data: the device is kept busy for as long before
     // one is measured.
-    let mut head_start_s = f64::INFINITY;
-    for _ in 0..WARM_UPS {
-        wait_for_device();
-        let (mut seconds, mut from) = (0.0, Instant::now());
-        trial.next_update(|part| {
-            seconds += if part == UpdatePart::Data { 0.0 } else { from.elapsed().as_secs_f64() };
-            from = Instant::now();
-        })?;
-        head_start_s = f64::min(head_start_s, seconds);
-        progress(trial.count);
-    }
-    let (mut recorded, mut unprofiled) = (Vec::new(), 0.0);
-    for _ in 0..updates {
+    let mut warm_up = |trial: &mut TrialUpdates| -> Result<f64, Failure> {
+        let mut head_start_s = f64::INFINITY;
+        for _ in 0..WARM_UPS {
+            wait_for_device();
+            let (mut seconds, mut from) = (0.0, Instant::now());
+            trial.next_update(|part| {
+                seconds += if part == UpdatePart::Data { 0.0 } else { from.elapsed().as_secs_f64() };
+                from = Instant::now();
+            })?;
+            head_start_s = f64::min(head_start_s, seconds);
+        }
+        Ok(head_start_s)
+    };
+    let unprofiled_update = |trial: &mut TrialUpdates, head_start_s| -> Result<f64, Failure> {
         wait_for_device();
         clock.occupy(head_start_s);
         let origin = clock.now();
         trial.next_update(|_| {})?;
-        unprofiled += origin.seconds_to(&clock.now());
+        Ok(origin.seconds_to(&clock.now()))
+    };
+    let head_start_s = warm_up(&mut trial)?;
+    let (mut recorded, mut unprofiled) = (Vec::new(), 0.0);
+    for done in 0..updates {
+        // In turn, so that a processor that changes its speed does so for both.
+        if !graphs {
+            unprofiled += unprofiled_update(&mut trial, head_start_s)?;
+        }
         wait_for_device();
         clock.occupy(PROFILED_HEAD_START * head_start_s);
         let origin = clock.now();
@@ -181,9 +192,16 @@ pub fn profile(
         let (end, nodes) = (clock.now(), node_timer::take());
         update?;
         recorded.push(RecordedUpdate { origin, ends, end, nodes });
-        progress(trial.count);
+        progress(done + 1);
     }
     drop(trial);
+    if graphs {
+        let mut trial = start(true)?;
+        let head_start_s = warm_up(&mut trial)?;
+        for _ in 0..updates {
+            unprofiled += unprofiled_update(&mut trial, head_start_s)?;
+        }
+    }
     let per_update = 1.0 / updates as f64;
     let profiled: f64 = recorded.iter().map(|update| update.origin.seconds_to(&update.end)).sum();
     let timestamps: u64 = recorded.iter().map(|update| update.origin.moments_to(&update.end)).sum();
@@ -206,6 +224,7 @@ pub fn profile(
         updates,
         update_s: seconds * per_update,
         unprofiled_update_s: unprofiled * per_update,
+        graphs,
         overhead_s: overhead * per_update,
         timestamps: timestamps / updates,
         enqueue_s: setup.gpu.is_some().then_some(head_start_s),
@@ -224,8 +243,9 @@ pub fn profile(
     Ok(profile)
 }
 
-/// Updates before the measured ones: algorithms are chosen and memory is mapped in the first.
-pub const WARM_UPS: u64 = 3;
+/// Updates before the measured ones: algorithms are chosen and memory is mapped in the first, and graphs are captured
+/// in the third.
+const WARM_UPS: u64 = 3;
 
 /// The host enqueues timestamps beside the kernels of an update.
 const PROFILED_HEAD_START: f64 = 2.0;

@@ -5,33 +5,48 @@
     for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
     return element;
   };
-  const digits = (x) => (Math.abs(x) >= 1e-3 && Math.abs(x) < 1e4) || x === 0 ? +x.toPrecision(4) + "" : x.toExponential(2);
-  const scaled = (x, base, units) => {
-    let unit = 0;
-    while (Math.abs(x) >= base && unit < units.length - 1) { x /= base; unit++; }
-    return +x.toPrecision(3) + units[unit];
+  // Each writes a value with this many significant digits.
+  const number = (x, n = 4) => (Math.abs(x) >= 1e-3 && Math.abs(x) < 1e4) || x === 0 ? +x.toPrecision(n) + ""
+    : x.toExponential(n - 1);
+  const inUnit = (units) => (x, n = 3) => {
+    const [name, size] = units.findLast(([, size]) => Math.abs(x) >= size) || units[0];
+    return +(x / size).toPrecision(n) + name;
   };
-  const duration = (s) => s < 60 ? +s.toPrecision(3) + " s" : s < 3600 ? (s / 60).toFixed(1) + " min"
-    : s < 86400 ? (s / 3600).toFixed(1) + " h" : (s / 86400).toFixed(1) + " d";
+  const units = {
+    count: [["", 1], ["k", 1e3], ["M", 1e6], ["G", 1e9]],
+    bytes: [" B", " KiB", " MiB", " GiB", " TiB"].map((name, n) => [name, 1024 ** n]),
+    time: [[" s", 1], [" min", 60], [" h", 3600], [" d", 86400]],
+  };
+  const duration = inUnit(units.time), count = inUnit(units.count);
   const formats = {
-    number: digits, percent: (x) => digits(x) + " %", rate: (x) => scaled(x, 1000, ["", "k", "M", "G"]),
-    bytes: (x) => scaled(x, 1024, [" B", " KiB", " MiB", " GiB", " TiB"]),
-    step: (x) => scaled(Math.round(x), 1000, ["", "k", "M", "G"]), time: duration,
+    number, percent: (x, n) => number(x, n) + " %", rate: count, bytes: inUnit(units.bytes), time: duration,
+    step: (x, n) => count(Math.round(x), n), samples: (x, n) => count(Math.round(x), n),
   };
-  formats.samples = formats.step;
+  // Round values inside a range, at most `most` of them, as [value, label]; bytes and times are round in their unit.
+  const roundTicks = ([low, high], format, most) => {
+    const unit = units[format]?.findLast(([, size]) => high >= size)?.[1] ?? 1;
+    const least = (high - low) / most / unit, power = 10 ** Math.floor(Math.log10(least));
+    const step = Math.max([1, 2, 5, 10].find((m) => m * power >= least) * power * unit, format in { step: 0, samples: 0 } ? 1 : 0);
+    const digits = Math.ceil(Math.log10(Math.max(Math.abs(low), Math.abs(high)) / step)) + 1;
+    const ticks = [];
+    for (let n = Math.ceil(low / step); n * step <= high; n++) {
+      ticks.push([n * step, formats[format](n * step, Math.min(Math.max(digits, 3), 15))]);
+    }
+    return ticks;
+  };
   const state = { axis: "step", smooth: 0, hidden: new Set() };
 
   const charts = [...document.querySelectorAll("figure.chart")].map((figure) => {
     const svg = figure.querySelector("svg"), data = JSON.parse(figure.querySelector("script").textContent);
     const [left, top, right, bottom] = data.rect;
-    const at = (element, name) => +element.getAttribute(name);
-    const ticks = [...svg.querySelectorAll(":scope > text:not(.label)")];
+    const isTick = (line) => { const { width, height } = line.getBBox(); return width + height < 10; };
     const chart = {
       svg, data, left, top, right, bottom, zoom: null,
       lines: [...svg.querySelectorAll("polyline.s")], labels: [...svg.querySelectorAll("text.label")],
       marks: [...svg.querySelectorAll(".mark")],
-      xTicks: ticks.filter((t) => at(t, "y") > bottom).map((t) => [t, at(t, "x")]),
-      yTicks: ticks.filter((t) => at(t, "x") < left).map((t) => [t, at(t, "y")]),
+      // The ticks and the grid, as long as nothing has moved.
+      mesh: [...svg.querySelectorAll(":scope > :is(text:not(.label), line)"),
+        ...[...svg.querySelectorAll(":scope > polyline:not(.s)")].filter(isTick)],
       x: data.x, y: data.y,
     };
     chart.cursor = svg.appendChild(svgElement("line", { class: "cursor hidden", y1: top, y2: bottom }));
@@ -71,7 +86,6 @@
       const points = (values) => values.map((v, i) => [xs[i], v]).filter(([x]) => inside(x))
         .map(([x, v]) => px(c, x).toFixed(1) + "," + py(c, v).toFixed(1)).join(" ");
       line.classList.toggle("hidden", !show);
-      label.classList.toggle("hidden", !show);
       line.setAttribute("points", points(series.value));
       const smooth = series.smooth && state.smooth > 0, values = smooth ? smoothed(series.value) : series.value;
       line.classList.toggle("raw", smooth);
@@ -81,6 +95,7 @@
         if (smooth) line.over.setAttribute("points", points(values));
       }
       const last = xs.findLastIndex(inside);
+      label.classList.toggle("hidden", !show || last < 0);
       if (show && last >= 0) ends.push([py(c, values[last]), label]);
     });
     ends.sort((a, b) => a[0] - b[0]);
@@ -93,12 +108,22 @@
       c.marks[n].classList.toggle("hidden", !isShown(mark) || !inside(x));
       c.marks[n].setAttribute("transform", `translate(${px(c, x).toFixed(1)},0)`);
     });
-    const value = (at, from, to, [a, b]) => {
-      const part = (at - from) / (to - from);
-      return +(part < 0.005 ? a : part > 0.995 ? b : a + part * (b - a)).toPrecision(3);
+    c.mesh.forEach((element) => element.remove());
+    const text = (attributes, label) => {
+      const element = svgElement("text", attributes);
+      element.textContent = label;
+      return element;
     };
-    for (const [text, x] of c.xTicks) text.textContent = formats[state.axis](value(x, c.left, c.right, c.x));
-    for (const [text, y] of c.yTicks) text.textContent = formats[c.data.unit](value(y, c.bottom, c.top, c.y));
+    c.mesh = roundTicks(c.x, state.axis, 5).flatMap(([value, label]) => {
+      const x = px(c, value);
+      return [text({ x, y: c.bottom + 10, dy: "0.76em", "text-anchor": "middle" }, label),
+        svgElement("line", { x1: x, x2: x, y1: c.bottom, y2: c.bottom + 5 })];
+    }).concat(roundTicks(c.y, c.data.unit, 5).flatMap(([value, label]) => {
+      const y = py(c, value);
+      return [text({ x: c.left - 10, y, dy: "0.5ex", "text-anchor": "end" }, label),
+        svgElement("line", { x1: c.left - 5, x2: c.right, y1: y, y2: y })];
+    }));
+    c.svg.prepend(...c.mesh);
   }
   const drawAll = () => charts.forEach(draw);
 
