@@ -1,6 +1,6 @@
 """Quantizes what it trains, and prints what that costs in quality and what it saves in bytes.
 
-    python bench/quantize.py --trainer target/release/trainer --text input.txt [--steps 2000]
+    python bench/quantize.py --trainer target/release/trainer --text input.txt [--steps 5000]
     python bench/quantize.py --trainer target/release/trainer --mnist path/to/mnist [--epochs 2] [--runtimes]
 
 With --text: a character-level GPT, its perplexity on the validation tenth in f32 and in 4 bits, rounded to the nearest
@@ -122,7 +122,7 @@ def images(args, folder):
 def main():
     parser = mnist.parser(__doc__, batch_size=64, needs_mnist=False)
     parser.add_argument("--text", type=pathlib.Path)
-    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--steps", type=int, default=5000, help="of the GPT")
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--width", type=float, default=0.35, help="of the MobileNet")
     parser.add_argument("--runtimes", action="store_true")

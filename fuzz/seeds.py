@@ -101,7 +101,11 @@ SEEDS = {
     ],
     "job": lambda: [path.read_bytes() + b"\ntrain.batch_size=3" for path in (ROOT.parent / "configs").glob("*.toml")],
     "csv": lambda: [b"a,b,y\n" + b"1,x,0\n2.5,\"q,\"\"r\",1\n" * 5, b"a\ty\r\n1\t2\r\n\r\n3\tNA\r\n" * 3],
-    "json": lambda: [path.read_bytes() for path in FILES.glob("*.json*") if path.stat().st_size < 4_000],
+    "json": lambda: [
+        b'{"a": 1.5, "b": {"c": "x"}, "y": 0}\n{"a": null, "y": 1}\n' * 3,
+        b'[{"a": [1, 2], "y": "n\\u00e9"}, {"a": [3e-2, -4], "y": true}]',
+        b'{"a": {"0": 1, "1": 2}, "y": {"0": 0, "1": 1}}',
+    ],
     "parquet": lambda: [
         path.read_bytes() for kind in ("parquet", "feather", "arrow") for path in FILES.rglob(f"*.{kind}")
         if path.stat().st_size < 20_000

@@ -156,7 +156,7 @@ pub fn profile(
     let clock = Clock::of(&device);
     // What the host takes to enqueue an update, without its wait for data: the device is kept busy for as long before
     // one is measured.
-    let mut warm_up = |trial: &mut TrialUpdates| -> Result<f64, Failure> {
+    let warm_up = |trial: &mut TrialUpdates| -> Result<f64, Failure> {
         let mut head_start_s = f64::INFINITY;
         for _ in 0..WARM_UPS {
             wait_for_device();
