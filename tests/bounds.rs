@@ -33,7 +33,8 @@ struct MemoryPeaks {
     resident: u64,
     /// Blocks recomputed.
     recomputed: u64,
-    /// An update was applied. Optimizer state that all updates skipped, because f16 overflowed, is planned and never resident.
+    /// An update was applied. Optimizer state that all updates skipped, because f16 overflowed, is planned and never
+    /// resident.
     updated: bool,
 }
 
@@ -265,8 +266,8 @@ fn run(job: &MatrixJob) -> MemoryPeaks {
     let mut args = vec!["fit", "job.toml", "-q", "--run-dir", "run"];
     let ram;
     if job.recompute {
-        // Less than the job as written takes forces it, unless the peak is not in the blocks at all. The run measures the
-        // process part anew, which may differ by half a MiB either way.
+        // Less than the job as written takes forces it, unless the peak is not in the blocks at all. The run measures
+        // the process part anew, which may differ by half a MiB either way.
         let needs = plan(folder.path(), &[])["peak"]["ram_bytes"].as_u64().unwrap();
         let with = |ram: u64| format!("memory.ram={ram}B");
         ram = with(needs - MIB * 3 / 4);

@@ -36,8 +36,8 @@ fn fit(at: &Path, run: &str, more: &[&str]) -> Vec<f64> {
     losses(&events(&at.join(run)))
 }
 
-/// A run that is killed, resumed or in other micro-batches learns the same, and its measured memory stays within the plan.
-/// Returns the losses of the undisturbed run, in the folder `run`.
+/// A run that is killed, resumed or in other micro-batches learns the same, and its measured memory stays within the
+/// plan. Returns the losses of the undisturbed run, in the folder `run`.
 fn assert_undisturbed(at: &Path, train: &str) -> Vec<f64> {
     let whole = fit(at, "run", &[]);
     let undisturbed = FinalState::of(&at.join("run"));
@@ -80,8 +80,8 @@ fn disturbances_change_nothing() {
     }
 }
 
-/// Logits that are stored once teach the same through kills, resumes and other micro-batches. The teacher is a phase of the
-/// plan, and no part of training; a second run finds the file, one with a damaged file computes it again.
+/// Logits that are stored once teach the same through kills, resumes and other micro-batches. The teacher is a phase of
+/// the plan, and no part of training; a second run finds the file, one with a damaged file computes it again.
 #[test]
 fn stored_logits_change_nothing() {
     let cases = [
@@ -122,8 +122,8 @@ fn stored_logits_change_nothing() {
     }
 }
 
-/// All logits, stored, teach nearly what the teacher teaches in every step; the file has them in 16 bits. Language models
-/// store those of each token.
+/// All logits, stored, teach nearly what the teacher teaches in every step; the file has them in 16 bits. Language
+/// models store those of each token.
 #[test]
 fn stored_logits_teach_the_same() {
     let folder = student(CNN, MLP, "", "weight = 1.0");
@@ -174,8 +174,8 @@ const SMALL_CNN: &str = "kind = \"cnn\"\nstages = [{ channels = 4 }, { channels 
 const FEATURES: &str = "\n[[distill.features]]\nstudent = \"stages.1\"\nteacher = \"stages.1\"\nweight = 0.5\n\
                         [[distill.features]]\nstudent = \"layers.0\"\nteacher = \"layers.0\"\n";
 
-/// The features of a teacher, in its type or another, survive kills, resumes and other micro-batches; their linear maps are
-/// in the checkpoint and the plan, and not in the export.
+/// The features of a teacher, in its type or another, survive kills, resumes and other micro-batches; their linear maps
+/// are in the checkpoint and the plan, and not in the export.
 #[test]
 fn features_change_nothing() {
     let cases = [

@@ -1,5 +1,5 @@
-//! What the predictions look like: `evaluation.json`, the page and TensorBoard have the numbers of `trainer eval`, survive
-//! a resume and stay small; and the prompts of a language model are continued.
+//! What the predictions look like: `evaluation.json`, the page and TensorBoard have the numbers of `trainer eval`,
+//! survive a resume and stay small; and the prompts of a language model are continued.
 
 use std::fs;
 use std::path::Path;

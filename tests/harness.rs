@@ -52,8 +52,8 @@ pub fn job_folder(job: impl AsRef<[u8]>) -> TempDir {
     folder
 }
 
-/// A job that trains in a moment: an MLP on generated images of 16 x 16 pixels. `keys` are lines of dotted TOML, such as
-/// `train.steps = 30`, that add to its keys or replace them.
+/// A job that trains in a moment: an MLP on generated images of 16 x 16 pixels. `keys` are lines of dotted TOML, such
+/// as `train.steps = 30`, that add to its keys or replace them.
 pub fn mlp_job(keys: &[&str]) -> String {
     const KEYS: [&str; 8] = [
         "model.kind = 'mlp'",

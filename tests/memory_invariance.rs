@@ -1,5 +1,5 @@
-//! Memory changes how a job runs, never its result, for every model: fifty updates with ample memory, and fifty under a budget that forces smaller micro-batches and recomputation, with an OOM on the way, are the same
-//! experiment.
+//! Memory changes how a job runs, never its result, for every model: fifty updates with ample memory, and fifty under a
+//! budget that forces smaller micro-batches and recomputation, with an OOM on the way, are the same experiment.
 
 use std::path::Path;
 

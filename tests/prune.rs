@@ -84,8 +84,8 @@ fn walk(folder: &Path) -> Vec<std::path::PathBuf> {
     entries.flat_map(|path| if path.is_dir() { walk(&path) } else { vec![path] }).collect()
 }
 
-/// Killed, stopped and resumed, or after an out-of-memory error, a run has the bits of the undisturbed one, mask included,
-/// whatever the optimizer, in f32 and bf16, with a moving average, frozen parameters and either scope.
+/// Killed, stopped and resumed, or after an out-of-memory error, a run has the bits of the undisturbed one, mask
+/// included, whatever the optimizer, in f32 and bf16, with a moving average, frozen parameters and either scope.
 #[test]
 fn disturbances_change_no_bit() {
     let runs = [

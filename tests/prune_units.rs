@@ -63,8 +63,8 @@ fn loss(found: &Value) -> f64 {
     found["metrics"]["loss"].as_f64().unwrap_or_else(|| panic!("{found}"))
 }
 
-/// Every kind: half of the units go, an export is without them and computes the same, in every format that has a form for
-/// it, and as large as the plan said.
+/// Every kind: half of the units go, an export is without them and computes the same, in every format that has a form
+/// for it, and as large as the plan said.
 #[test]
 fn exports_are_without_pruned_units() {
     let cases = [

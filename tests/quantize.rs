@@ -35,8 +35,8 @@ fn losses(run: &Path) -> Vec<f64> {
     crate::harness::losses(&events(run))
 }
 
-/// Killed, stopped and resumed, or after an out-of-memory error, a run has the bits of the undisturbed one, ranges included,
-/// in f32 and bf16, with a moving average, frozen and pruned weights, and whatever the optimizer.
+/// Killed, stopped and resumed, or after an out-of-memory error, a run has the bits of the undisturbed one, ranges
+/// included, in f32 and bf16, with a moving average, frozen and pruned weights, and whatever the optimizer.
 #[test]
 fn disturbances_change_no_bit() {
     let runs = [
@@ -161,8 +161,8 @@ fn an_export_computes_what_was_evaluated() {
     }
 }
 
-/// A checkpoint of before rounding begins is not the best, however good it is; and a run that starts from the weights of
-/// another rounds from the first update on.
+/// A checkpoint of before rounding begins is not the best, however good it is; and a run that starts from the weights
+/// of another rounds from the first update on.
 #[test]
 fn the_best_checkpoint_is_rounded() {
     let folder = job_folder(job(MLP, "", "[eval]\nevery_steps = 4\n[optimizer]\nlr = 0.003\n"));

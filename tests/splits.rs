@@ -1,4 +1,5 @@
-//! Splits of the data through the binary: test sets, classes, groups, folds, and the evaluation before the first update.
+//! Splits of the data through the binary: test sets, classes, groups, folds, and the evaluation before the first
+//! update.
 
 use std::collections::BTreeSet;
 use std::fs;

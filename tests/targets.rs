@@ -404,7 +404,8 @@ fn training_computes_the_metrics_of_evaluation() {
     assert_eq!(last(&events, "best")["value"].as_f64().unwrap(), most);
 }
 
-/// What evaluations report of the training samples is the mean over the updates since the last one, across a resume too.
+/// What evaluations report of the training samples is the mean over the updates since the last one, across a resume
+/// too.
 #[test]
 fn training_loss_and_accuracy_stand_beside_those_of_the_validation_set() {
     let folder = job_folder(job(

@@ -5,14 +5,14 @@ use std::path::PathBuf;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-/// Knowledge distillation: the model also learns the probabilities that a trained model, its teacher, gives to all classes.
-/// The loss is (1 - weight) CE + weight temperature^2 KL, of cross-entropy with the targets and of the divergence from the
-/// teacher's probabilities, both at this temperature. The teacher may be a model of another kind. It computes in
-/// evaluation mode; its memory is part of the plan.
+/// Knowledge distillation: the model also learns the probabilities that a trained model, its teacher, gives to all
+/// classes. The loss is (1 - weight) CE + weight temperature^2 KL, of cross-entropy with the targets and of the
+/// divergence from the teacher's probabilities, both at this temperature. The teacher may be a model of another kind.
+/// It computes in evaluation mode; its memory is part of the plan.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct DistillConfig {
-    /// The teacher: the folder of a run, whose best checkpoint is used, of a checkpoint, or of an export as safetensors. It
-    /// was trained on the same classes or tokens, with inputs of the same shape and normalization.
+    /// The teacher: the folder of a run, whose best checkpoint is used, of a checkpoint, or of an export as
+    /// safetensors. It was trained on the same classes or tokens, with inputs of the same shape and normalization.
     #[schemars(extend("format" = "path"))]
     pub teacher: PathBuf,
     /// Divides the logits of both models before the softmax: above 1, small probabilities count more.
@@ -27,8 +27,8 @@ pub struct DistillConfig {
     #[serde(default)]
     pub logits: LogitSource,
     /// With `logits = "stored"`: how many logits are kept per sample, for language models per token: the largest ones,
-    /// in 16 bits, and the sum of the others; 16 if absent. The divergence is that of these classes, and of all others as
-    /// one.
+    /// in 16 bits, and the sum of the others; 16 if absent. The divergence is that of these classes, and of all others
+    /// as one.
     #[serde(default = "top_k", skip_serializing_if = "is_default_top_k")]
     #[schemars(range(min = 1, max = 65_536))]
     pub top_k: usize,

@@ -316,9 +316,10 @@ pub struct LogConfig {
     /// Also write a histogram of each trained parameter at every evaluation, for TensorBoard.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub histograms: bool,
-    /// Send parameters and metrics to MLflow, in an experiment of the job's `name`: to the tracking server at this address,
-    /// such as `http://localhost:5000`, or into the file that MLflow opens under `sqlite:///mlflow.db`, relative to the
-    /// current folder. A store that does not answer is a warning. `https` needs a build with `--features https`.
+    /// Send parameters and metrics to MLflow, in an experiment of the job's `name`: to the tracking server at this
+    /// address, such as `http://localhost:5000`, or into the file that MLflow opens under `sqlite:///mlflow.db`,
+    /// relative to the current folder. A store that does not answer is a warning. `https` needs a build with
+    /// `--features https`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub mlflow: Option<String>,
     /// Write `report.html` into the run's folder at its end, if that takes less than a second; `trainer report` writes

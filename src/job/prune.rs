@@ -10,10 +10,10 @@ use super::data::one_or_many::{list_of_one_or_many, one_or_list};
 /// Channels or attention heads, by the name of the layer that has them.
 pub type UnitCounts = BTreeMap<String, usize>;
 
-/// Magnitude pruning: the smallest weights of linear layers and convolutions are set to zero, more of them as training goes
-/// on, and stay zero. Biases, norms, embeddings and frozen parameters are not pruned. A file of pruned weights is smaller
-/// once it is compressed: `trainer plan` estimates by how much. With a `structure` of channels or heads, whole units are
-/// set to zero with their biases and norms, and `trainer export` writes a smaller model without them.
+/// Magnitude pruning: the smallest weights of linear layers and convolutions are set to zero, more of them as training
+/// goes on, and stay zero. Biases, norms, embeddings and frozen parameters are not pruned. A file of pruned weights is
+/// smaller once it is compressed: `trainer plan` estimates by how much. With a `structure` of channels or heads, whole
+/// units are set to zero with their biases and norms, and `trainer export` writes a smaller model without them.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct PruneConfig {
     /// How sparsity, the fraction of weights that are zero, grows.
@@ -54,8 +54,8 @@ pub struct PruneConfig {
     #[serde(default, skip_serializing_if = "Vec::is_empty", deserialize_with = "list_of_one_or_many")]
     #[schemars(transform = one_or_list)]
     pub skip: Vec<String>,
-    /// The channels or heads that layers have left, by the name of the layer. An export has here what its run pruned: the
-    /// model is built with as many. Without `final`, no more are pruned.
+    /// The channels or heads that layers have left, by the name of the layer. An export has here what its run pruned:
+    /// the model is built with as many. Without `final`, no more are pruned.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub kept: UnitCounts,
 }
@@ -86,12 +86,13 @@ pub enum PruneStructure {
     #[default]
     #[serde(rename = "weights")]
     Weights,
-    /// Two of each four neighbours along the inputs, which the sparse tensor cores of NVIDIA GPUs since Ampere skip; only with
-    /// `schedule = "constant"`. Weights whose inputs, or input channels, are no multiple of four are not pruned.
+    /// Two of each four neighbours along the inputs, which the sparse tensor cores of NVIDIA GPUs since Ampere skip;
+    /// only with `schedule = "constant"`. Weights whose inputs, or input channels, are no multiple of four are not
+    /// pruned.
     #[serde(rename = "2:4")]
     TwoOfFour,
-    /// Whole hidden units of an `mlp`, channels of a `cnn`, inner channels of the blocks of a `resnet` or `mobilenet`, or
-    /// units of a transformer's feed-forward layers: those whose weights in and out, bias and norm are the smallest
+    /// Whole hidden units of an `mlp`, channels of a `cnn`, inner channels of the blocks of a `resnet` or `mobilenet`,
+    /// or units of a transformer's feed-forward layers: those whose weights in and out, bias and norm are the smallest
     /// together. A unit with a frozen or skipped parameter stays, and so do channels before a group norm.
     #[serde(rename = "channels")]
     Channels,

@@ -3,11 +3,11 @@
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-/// Quantization-aware training: the model trains with the rounding of the 8-bit integers that
-/// `trainer export --quantize int8` writes. From `begin_step` on, weights are rounded per output, with batch norm folded
-/// into them, and activations per tensor, within a range that follows the values of training. Gradients are
-/// straight-through, and 0 where an activation is clipped. Evaluations round too, and an export takes the ranges from
-/// training. For models of kind `mlp`, `cnn`, `resnet` and `mobilenet`.
+/// Quantization-aware training: the model trains with the rounding of the 8-bit integers that `trainer export
+/// --quantize int8` writes. From `begin_step` on, weights are rounded per output, with batch norm folded into them, and
+/// activations per tensor, within a range that follows the values of training. Gradients are straight-through, and 0
+/// where an activation is clipped. Evaluations round too, and an export takes the ranges from training. For models of
+/// kind `mlp`, `cnn`, `resnet` and `mobilenet`.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct QuantizeConfig {

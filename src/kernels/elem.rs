@@ -100,10 +100,10 @@ pub fn closure<R, F: FnOnce() -> R>(closure: F) -> F {
 /// `vectorised!(T, || loop)` runs a loop over values of `T` compiled for the vector width of the
 /// [dispatch](super::dispatch).
 ///
-/// This is a macro, not a function, so that each width gets a closure of its own, which is always inlined where it takes
-/// the target features of that width. A closure that is called instead has none, whoever calls it: its loops would run
-/// without vectors. It moves a [`Once`], since a closure that could be called twice is called through a function that
-/// is inlined only if it is short. All widths do the same arithmetic.
+/// This is a macro, not a function, so that each width gets a closure of its own, which is always inlined where it
+/// takes the target features of that width. A closure that is called instead has none, whoever calls it: its loops
+/// would run without vectors. It moves a [`Once`], since a closure that could be called twice is called through a
+/// function that is inlined only if it is short. All widths do the same arithmetic.
 #[macro_export]
 macro_rules! vectorised {
     ($T:ty, || $body:expr $(,)?) => {{

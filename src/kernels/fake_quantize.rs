@@ -315,8 +315,8 @@ pub fn rows_workspace(len: usize, backend: Backend) -> u64 {
     }
 }
 
-/// Rounds the weights `from`, in f32 and with `rows` outputs, to the grid of each output. Without `from`, rounds those of
-/// `into` in place.
+/// Rounds the weights `from`, in f32 and with `rows` outputs, to the grid of each output. Without `from`, rounds those
+/// of `into` in place.
 pub fn round_rows(from: Option<&Tensor>, into: &Tensor, rows: usize) -> Result<()> {
     on_cuda!(into, |device| gpu::round_rows(device, from, into, rows));
     if !reference_kernel::has_cpu_kernel(into) {

@@ -77,7 +77,8 @@ fn reference_rows(stored: &Tensor, scales: &Tensor) -> Result<Tensor> {
     centered.broadcast_mul(scales)
 }
 
-/// The weights in a float type, in the shape of `stored`. `stored` has the rows and columns of `grid`, `scales` is flat.
+/// The weights in a float type, in the shape of `stored`. `stored` has the rows and columns of `grid`, `scales` is
+/// flat.
 pub fn dequantize(stored: &Tensor, scales: &Tensor, grid: ScaleGrid, dtype: DType) -> Result<Tensor> {
     let _scope = kernel_timer::enter(module_path!());
     if reference_kernel::has_cpu_kernel(stored) {

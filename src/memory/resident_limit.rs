@@ -17,7 +17,7 @@ use super::{measure, pressure};
 
 /// Code is dropped when less than the first number of bytes of its limit is left, until the second is left: more than a
 /// program maps between two checks.
-const CODE_MARGIN_BYTES: (u64, u64) = (1 << 20, 5 << 19);
+const CODE_MARGIN_BYTES: (u64, u64) = (2 << 20, 7 << 19);
 
 /// Fragments are trimmed when less than this part of the plan is left, but not less than the first and not more than
 /// the second number of bytes: a larger job leaves larger fragments between two checks.

@@ -239,8 +239,8 @@ fn fusing_changes_no_gradient_and_saves_memory() {
     }
 }
 
-/// The straight-through gradients of a network whose values are rounded to 8 bits are those of candle's autograd, and fusing
-/// changes none of them.
+/// The straight-through gradients of a network whose values are rounded to 8 bits are those of candle's autograd, and
+/// fusing changes none of them.
 #[test]
 fn rounded_networks_compute_what_candle_computes() {
     if is_reference_under_test() || !test_device().is_cpu() {

@@ -1,6 +1,6 @@
 //! Which parameters are trained, which group they belong to and which may be pruned: the patterns of `train.freeze`,
-//! `[[train.groups]]` and `prune.skip`; what makes layers smaller, ranks and units that are kept; and whether values are
-//! rounded.
+//! `[[train.groups]]` and `prune.skip`; what makes layers smaller, ranks and units that are kept; and whether values
+//! are rounded.
 //!
 //! A pattern matches a parameter's name, or that of a module it is in: the name up to one of its dots. `*` matches any
 //! characters, dots too. Of several that match, the last decides.

@@ -460,8 +460,8 @@ impl<'a> Estimator<'a> {
         all
     }
 
-    /// What is held while the teacher computes the logits to be stored, in reservation order, besides its passes and the
-    /// staging of its batches: its weights, and of what a run holds all that is no tensor of training.
+    /// What is held while the teacher computes the logits to be stored, in reservation order, besides its passes and
+    /// the staging of its batches: its weights, and of what a run holds all that is no tensor of training.
     pub fn teacher_allocations(&self, exec_plan: ExecutionPlan) -> Vec<Allocation> {
         let (s, batch) = (&self.inputs, self.teacher_batch(exec_plan));
         let is_held = |part: &Allocation| match part.role {

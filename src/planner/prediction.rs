@@ -15,8 +15,8 @@ use crate::params::ParamLayout;
 pub struct PredictionCost {
     /// Parameters of the model.
     pub parameters: u64,
-    /// Floating-point operations. Weights that are pruned to zero count: most runtimes multiply by them. Channels and heads
-    /// that are pruned do not: an export has none of them.
+    /// Floating-point operations. Weights that are pruned to zero count: most runtimes multiply by them. Channels and
+    /// heads that are pruned do not: an export has none of them.
     pub operations: u64,
     /// Bytes of the weights and, at its peak, of the pass.
     pub memory_bytes: u64,

@@ -1,9 +1,9 @@
 //! Checkpoints: complete on disk, or absent.
 //!
 //! A checkpoint is a folder `step-N`. It holds weights and running statistics in `model.safetensors`, under the names
-//! and shapes other tools read; the EMA of the weights in `ema.safetensors`, if the job keeps one; the optimizer
-//! state in `optimizer.safetensors`; the mask of pruned weights in `mask.safetensors`, if it prunes; the tokenizer, if the data is text; what turns inputs into samples in
-//! `preprocessing.json`; everything else in `state.json`.
+//! and shapes other tools read; the EMA of the weights in `ema.safetensors`, if the job keeps one; the optimizer state
+//! in `optimizer.safetensors`; the mask of pruned weights in `mask.safetensors`, if it prunes; the tokenizer, if the
+//! data is text; what turns inputs into samples in `preprocessing.json`; everything else in `state.json`.
 //!
 //! `save` writes the folder under a hidden name, syncs it with its marker `DONE`, and renames it: the rename is the
 //! commit point. Removal renames to a hidden name first, for the same reason. So a `step-N` without a marker was

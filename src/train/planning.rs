@@ -322,7 +322,8 @@ impl Setup {
         }
     }
 
-    /// Estimated peak bytes of a run under this plan, on the compute device. What comes before the first update is over.
+    /// Estimated peak bytes of a run under this plan, on the compute device. What comes before the first update is
+    /// over.
     pub(super) fn peak_bytes(&self, plan: ExecutionPlan) -> u64 {
         self.highest(plan, |phase| !matches!(phase, Phase::Preparation | Phase::Teacher))
     }

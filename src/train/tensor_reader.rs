@@ -108,8 +108,8 @@ impl TensorReader {
         })
     }
 
-    /// Calls `each` with the index of the first value and the values of every chunk of the first `values` of a parameter
-    /// of any float type, in memory order. A chunk has a multiple of `unit` values.
+    /// Calls `each` with the index of the first value and the values of every chunk of the first `values` of a
+    /// parameter of any float type, in memory order. A chunk has a multiple of `unit` values.
     pub fn for_each_values(
         &self,
         info: &TensorInfo,

@@ -1,5 +1,5 @@
-//! A teacher: a trained network whose logits the loss of another one reads, computed in a type of its own, in every step
-//! or once before the first.
+//! A teacher: a trained network whose logits the loss of another one reads, computed in a type of its own, in every
+//! step or once before the first.
 
 use candle_core::{DType, Tensor};
 
@@ -48,8 +48,8 @@ impl TeacherNetwork {
         Executor { int8: self.int8.as_ref(), ..Executor::new(pass, spec, ledger) }
     }
 
-    /// Its logits, in f32 on the host, by a pass of its own: `exec` is its [`executor`](Self::executor). Floats among the inputs
-    /// have its type. Empty in a dry run.
+    /// Its logits, in f32 on the host, by a pass of its own: `exec` is its [`executor`](Self::executor). Floats among
+    /// the inputs have its type. Empty in a dry run.
     pub fn logits_on_host(&self, exec: &Executor, inputs: Option<&Tensor>) -> StepResult<Vec<f32>> {
         let _kernels = ReferenceScope::enter(exec.spec.backend.is_reference());
         exec.ledger.set_phase(Phase::Teacher);

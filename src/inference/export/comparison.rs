@@ -18,8 +18,9 @@ impl Drop for TemporaryFile {
     }
 }
 
-/// The metrics of `model` on `dataset`, or of the `whole` one it was shrunk from, and those of what is read back from its
-/// export. `progress` is called with the samples done of twice the dataset. Afterwards `model` has its own weights again.
+/// The metrics of `model` on `dataset`, or of the `whole` one it was shrunk from, and those of what is read back from
+/// its export. `progress` is called with the samples done of twice the dataset. Afterwards `model` has its own weights
+/// again.
 pub fn compare(
     whole: Option<&TrainedModel>,
     model: &mut TrainedModel,

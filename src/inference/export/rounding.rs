@@ -2,7 +2,8 @@
 //!
 //! The network is walked block by block with samples of the training set: the inputs of a linear layer are computed
 //! with everything before it rounded as the export rounds it. What has no grid is rounded to the nearest first, and a
-//! token table that is the output layer too by the inputs that this layer has before anything is rounded. Gives a file of the rounded weights and the scales of their blocks, which the export encodes.
+//! token table that is the output layer too by the inputs that this layer has before anything is rounded. Gives a file
+//! of the rounded weights and the scales of their blocks, which the export encodes.
 
 use std::any::Any;
 use std::collections::BTreeMap;

@@ -14,8 +14,8 @@ use crate::params::activation_range_name;
 use crate::train::Failure;
 use crate::train::tensor_reader::TensorReader;
 
-/// The quantization of every point of `model`, from `samples` drawn of `dataset`, or from the range that training found.
-/// `progress` is called with the samples done.
+/// The quantization of every point of `model`, from `samples` drawn of `dataset`, or from the range that training
+/// found. `progress` is called with the samples done.
 pub fn calibrate(
     model: &mut TrainedModel,
     dataset: &Arc<dyn Dataset>,

@@ -8,8 +8,8 @@ use rayon::prelude::*;
 
 use super::grid::{BlockGrid, BlockScale};
 
-/// What is added to the diagonal of the products, as a fraction of its mean: the weight of a small change of the weights
-/// themselves against one of the outputs.
+/// What is added to the diagonal of the products, as a fraction of its mean: the weight of a small change of the
+/// weights themselves against one of the outputs.
 pub const DAMPING: f64 = 0.01;
 
 /// Rows of weights that are rounded together, so that a row of the factor is read once for them.

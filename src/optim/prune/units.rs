@@ -1,4 +1,5 @@
-//! The selection of whole channels or heads: those whose values, in all tensors together, have the smallest mean square.
+//! The selection of whole channels or heads: those whose values, in all tensors together, have the smallest mean
+//! square.
 
 use candle_core::Result;
 

@@ -74,8 +74,8 @@ pub struct TrackedRun {
 }
 
 impl TrackedRun {
-    /// A run of a random id that no store has yet. It is written to disk before a store creates it: whenever the process
-    /// is killed, its successor finds the same run.
+    /// A run of a random id that no store has yet. It is written to disk before a store creates it: whenever the
+    /// process is killed, its successor finds the same run.
     pub fn new(uri: &str) -> Self {
         let run_id = [(); 2].map(|()| format!("{:016x}", RandomState::new().hash_one(0))).concat();
         Self {

@@ -51,8 +51,8 @@ trait Source {
     /// Everything the samples are made from, for the data fingerprint; each input carries the job key that names it.
     fn inputs(&self, job: &Job) -> Result<Vec<FingerprintInput>, Failure>;
 
-    /// Opens samples for a trained model, encoded as its training samples were. A set whose samples are all of its files
-    /// comes as [`Samples::Labelled`]. Only images are augmented.
+    /// Opens samples for a trained model, encoded as its training samples were. A set whose samples are all of its
+    /// files comes as [`Samples::Labelled`]. Only images are augmented.
     fn open_trained(
         &self,
         trained: &TrainedOn,

@@ -108,8 +108,8 @@ impl LogitEntry {
     }
 }
 
-/// Gives the memory of the teacher back, so that updates are compared with what they take alone. Returns the device bytes
-/// that the teacher took at its peak.
+/// Gives the memory of the teacher back, so that updates are compared with what they take alone. Returns the device
+/// bytes that the teacher took at its peak.
 pub(super) fn end_phase(setup: &Setup, plan: ExecutionPlan) -> u64 {
     measure::take_recent_peak();
     if setup.gpu.is_none() {

@@ -164,8 +164,8 @@ fn set_metrics(draw: &mut Draw, eval: &mut Table, job: &Table, classes: bool) ->
     measured
 }
 
-/// Prompts of a language model whose tokens are text; a character that it does not know is a warning. Drawn apart from the
-/// rest of a job, which stays as it is.
+/// Prompts of a language model whose tokens are text; a character that it does not know is a warning. Drawn apart from
+/// the rest of a job, which stays as it is.
 fn set_prompts(draw: &mut Draw, eval: &mut Table, job: &Table) {
     let kind = |table: &str| job[table].get("kind").and_then(Value::as_str).unwrap_or_default().to_owned();
     let data = &job["data"];
