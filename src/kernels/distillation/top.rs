@@ -35,13 +35,20 @@ pub fn workspace(dtype: DType, rows: usize, classes: usize, k: usize, runs_cpu_k
     if runs_cpu_kernel {
         return 0;
     }
-    // Logits over the temperature, where the top ones are, the others, their exponentials, and each again where an
-    // operation has its operand and its result; of 16-bit types, the logits in f32 too.
-    let (dtype, tensors) = match dtype {
-        DType::F32 | DType::F64 => (dtype, 7),
-        _ => (DType::F32, 8),
+    // Of 16-bit types the logits in f32, and the logits over the temperature.
+    let (dtype, logits) = match dtype {
+        DType::F32 | DType::F64 => (dtype, classes),
+        _ => (DType::F32, 2 * classes),
     };
-    cpu::size_in_bytes(dtype, (tensors * classes + 8 * (k + 1) + 4) * rows)
+    let per_row = if k == classes {
+        // The top logits of both, the log-probabilities of the student, and the softmax of the teacher in four steps.
+        logits + 7 * k
+    } else {
+        // Besides, what is far below every logit, the other logits and their probabilities; these in two steps.
+        logits + 3 * k + (2 * classes + 5 * (k + 1)).max(3 * classes)
+    };
+    // Maxima, sums and weights of rows.
+    cpu::size_in_bytes(dtype, (per_row + 6) * rows)
 }
 
 /// Log-probabilities of the top classes, and of all others as one if there are any.
