@@ -215,11 +215,6 @@ pub fn planned_peak() -> u64 {
     }
 }
 
-/// Bytes cached for reuse.
-pub fn cached_bytes() -> u64 {
-    free_runs().bytes
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
