@@ -17,7 +17,11 @@ use super::{measure, pressure};
 
 /// Code is dropped when less than the first number of bytes of its limit is left, until the second is left: more than a
 /// program maps between two checks.
-const CODE_MARGIN_BYTES: (u64, u64) = (2 << 20, 7 << 19);
+const CODE_MARGIN_BYTES: (u64, u64) = (1 << 20, 5 << 19);
+
+/// The same in a plan of less than this: steps are short, and on a loaded machine checks come late.
+const SMALL_PLAN_BYTES: u64 = 64 << 20;
+const SMALL_PLAN_CODE_MARGIN_BYTES: (u64, u64) = (2 << 20, 7 << 19);
 
 /// Fragments are trimmed when less than this part of the plan is left, but not less than the first and not more than
 /// the second number of bytes: a larger job leaves larger fragments between two checks.
@@ -114,8 +118,12 @@ fn lock() -> MutexGuard<'static, Option<LimitState>> {
 }
 
 impl LimitState {
+    fn planned(&self) -> u64 {
+        measure::planned_peak() + self.limit.non_heap
+    }
+
     fn trim(&self) {
-        let planned = measure::planned_peak() + self.limit.non_heap;
+        let planned = self.planned();
         let margin = (planned / TRIM_MARGIN_FRACTION).clamp(TRIM_MARGIN_BYTES.0, TRIM_MARGIN_BYTES.1);
         if read_statm(&self.statm).0 + margin > planned {
             pressure::trim_malloc();
@@ -125,8 +133,12 @@ impl LimitState {
     fn limit_code(&mut self) {
         let file_rss = || read_statm(&self.statm).1;
         let resident = file_rss();
-        if resident + CODE_MARGIN_BYTES.0 > self.limit.max_file_rss {
-            drop_code_until(|| file_rss() + CODE_MARGIN_BYTES.1 <= self.limit.max_file_rss);
+        let (least, wanted) = match self.planned() < SMALL_PLAN_BYTES {
+            true => SMALL_PLAN_CODE_MARGIN_BYTES,
+            false => CODE_MARGIN_BYTES,
+        };
+        if resident + least > self.limit.max_file_rss {
+            drop_code_until(|| file_rss() + wanted <= self.limit.max_file_rss);
         }
         self.interval = next_interval(self.interval, resident != self.last_file_rss);
         (self.last_file_rss, self.next_check) = (resident, Instant::now() + self.interval);
