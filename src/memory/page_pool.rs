@@ -215,6 +215,11 @@ pub fn planned_peak() -> u64 {
     }
 }
 
+/// Bytes cached for reuse.
+pub fn cached_bytes() -> u64 {
+    free_runs().bytes
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -266,12 +271,9 @@ mod tests {
                 }
                 // Live bytes count requested sizes; the pool holds whole pages.
                 let rounding = (PAGE * (held.len() + MAX_RUNS)) as u64;
-                // Tests that run beside this one may set a plan, and cache up to a peak of their own.
-                let runs = free_runs();
-                let (cached, others) = (runs.bytes, runs.planned_peak.max(runs.peak_live));
-                drop(runs);
-                let bound = if others > highest { live + others } else { highest };
-                prop_assert!(live + cached <= bound + SLACK + rounding);
+                // Tests that run beside this one may set a plan.
+                let planned = free_runs().planned_peak;
+                prop_assert!(live + cached_bytes() <= highest.max(planned) + SLACK + rounding);
             }
             for buffer in held {
                 prop_assert!(buffer.bytes().iter().all(|b| *b == buffer.filled));
@@ -279,6 +281,7 @@ mod tests {
                 unsafe { deallocate(buffer.pointer, buffer.layout, 0) };
             }
             release_all();
+            prop_assert_eq!(cached_bytes(), 0);
         }
     }
 
