@@ -50,7 +50,7 @@ mod pages {
 fn allocate_counted(layout: Layout, zeroed: bool, small: unsafe fn(&System, Layout) -> *mut u8) -> *mut u8 {
     let live = add_live(layout.size());
     let pointer = match page_pool::is_large(layout) {
-        true => page_pool::allocate(layout, zeroed, live),
+        true => page_pool::PAGE_POOL.allocate(layout, zeroed, live),
         // SAFETY: the caller upholds the allocator's contract, which is passed on unchanged.
         false => unsafe { small(&System, layout) },
     };
@@ -97,7 +97,7 @@ unsafe impl GlobalAlloc for CountingAllocator {
     unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
         let live = sub_live(layout.size());
         match page_pool::is_large(layout) {
-            true => unsafe { page_pool::deallocate(pointer, layout, live) },
+            true => unsafe { page_pool::PAGE_POOL.deallocate(pointer, layout, live) },
             false => unsafe { System.dealloc(pointer, layout) },
         }
     }
@@ -152,7 +152,7 @@ pub fn tune_malloc() {
 /// Sets the planned peak of the heap in bytes: freed buffers are cached only up to it.
 pub fn set_planned_peak(bytes: u64) {
     #[cfg(target_os = "linux")]
-    page_pool::set_planned_peak(bytes);
+    page_pool::PAGE_POOL.set_planned_peak(bytes);
     #[cfg(not(target_os = "linux"))]
     let _ = bytes;
 }
@@ -160,7 +160,7 @@ pub fn set_planned_peak(bytes: u64) {
 /// The value last set by [`set_planned_peak`]; effectively unlimited if there is no plan.
 pub fn planned_peak() -> u64 {
     #[cfg(target_os = "linux")]
-    return page_pool::planned_peak();
+    return page_pool::PAGE_POOL.planned_peak();
     #[cfg(not(target_os = "linux"))]
     return u64::MAX >> 1;
 }

@@ -3,7 +3,7 @@
 //! A step allocates the same large buffers over and over. If they went back to the system, the kernel would zero every
 //! page again; left on the heap, the holes between them would stay resident. Here, freed runs of pages stay mapped,
 //! neighbours coalesce, and an allocation takes the start of the smallest run that fits. Cached plus live bytes never
-//! exceed the planned peak of the heap ([`set_planned_peak`]), so caching takes no memory that the plan did not count;
+//! exceed the planned peak of the heap ([`PagePool::set_planned_peak`]), so caching takes no memory that the plan did not count;
 //! without a plan they never exceed the peak of live bytes by more than [`SLACK`].
 
 use std::alloc::Layout;
@@ -26,6 +26,13 @@ pub fn is_large(layout: Layout) -> bool {
     layout.size() >= LARGE_BYTES && layout.align() <= PAGE
 }
 
+/// The pool of the process's allocator.
+pub static PAGE_POOL: PagePool = PagePool::new();
+
+pub struct PagePool {
+    free_runs: Mutex<FreeRuns>,
+}
+
 /// A run of cached pages.
 #[derive(Clone, Copy)]
 struct FreeRun {
@@ -38,26 +45,21 @@ struct FreeRuns {
     runs: [FreeRun; MAX_RUNS],
     count: usize,
     bytes: u64,
-    /// Peak bytes in use since the last [`release_all`].
+    /// Peak bytes in use since the last [`PagePool::release_all`].
     peak_live: u64,
     /// The planned peak of the heap; 0 without a plan.
     planned_peak: u64,
 }
 
-static FREE_RUNS: Mutex<FreeRuns> = Mutex::new(FreeRuns {
-    runs: [FreeRun { address: 0, len: 0 }; MAX_RUNS],
-    count: 0,
-    bytes: 0,
-    peak_live: 0,
-    planned_peak: 0,
-});
-
-/// The pool holds only numbers and is consistent after every statement, so a poisoned lock is safe to use.
-fn free_runs() -> MutexGuard<'static, FreeRuns> {
-    FREE_RUNS.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 impl FreeRuns {
+    const EMPTY: Self = Self {
+        runs: [FreeRun { address: 0, len: 0 }; MAX_RUNS],
+        count: 0,
+        bytes: 0,
+        peak_live: 0,
+        planned_peak: 0,
+    };
+
     fn push(&mut self, run: FreeRun) {
         if self.count == MAX_RUNS {
             unmap(self.remove(0));
@@ -162,62 +164,69 @@ fn map(len: usize) -> *mut u8 {
     start
 }
 
-/// A buffer for `layout`, zeroed on request; `live` counts the bytes in use including it. Null if the system refuses.
-pub fn allocate(layout: Layout, zeroed: bool, live: u64) -> *mut u8 {
-    let len = layout.size().next_multiple_of(PAGE);
-    let mut runs = free_runs();
-    let reused = runs.take(len);
-    runs.trim(live);
-    drop(runs);
-    match reused {
-        Some(address) => {
-            let pointer = address as *mut u8;
-            if zeroed {
-                // SAFETY: the mapping has `len` bytes, at least as many as the layout.
-                unsafe { pointer.write_bytes(0, layout.size()) };
+impl PagePool {
+    const fn new() -> Self {
+        Self { free_runs: Mutex::new(FreeRuns::EMPTY) }
+    }
+
+    /// It holds only numbers and is consistent after every statement, so a poisoned lock is safe to use.
+    fn free_runs(&self) -> MutexGuard<'_, FreeRuns> {
+        self.free_runs.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A buffer for `layout`, zeroed on request; `live` counts the bytes in use including it. Null if the system
+    /// refuses.
+    pub fn allocate(&self, layout: Layout, zeroed: bool, live: u64) -> *mut u8 {
+        let len = layout.size().next_multiple_of(PAGE);
+        let mut runs = self.free_runs();
+        let reused = runs.take(len);
+        runs.trim(live);
+        drop(runs);
+        match reused {
+            Some(address) => {
+                let pointer = address as *mut u8;
+                if zeroed {
+                    // SAFETY: the mapping has `len` bytes, at least as many as the layout.
+                    unsafe { pointer.write_bytes(0, layout.size()) };
+                }
+                pointer
             }
-            pointer
+            None => map(len),
         }
-        None => map(len),
     }
-}
 
-/// Frees a buffer; `live` counts the bytes in use without it.
-///
-/// # Safety
-/// `pointer` came from [`allocate`] with this layout and is not used again.
-pub unsafe fn deallocate(pointer: *mut u8, layout: Layout, live: u64) {
-    let mut runs = free_runs();
-    runs.insert(FreeRun { address: pointer as usize, len: layout.size().next_multiple_of(PAGE) });
-    runs.trim(live);
-}
-
-/// Returns every cached run to the system and resets the peak, so that caching follows the use from now on.
-pub fn release_all() {
-    let mut runs = free_runs();
-    while runs.count > 0 {
-        let last = runs.count - 1;
-        unmap(runs.remove(last));
+    /// Frees a buffer; `live` counts the bytes in use without it.
+    ///
+    /// # Safety
+    /// `pointer` came from [`Self::allocate`] with this layout and is not used again.
+    pub unsafe fn deallocate(&self, pointer: *mut u8, layout: Layout, live: u64) {
+        let mut runs = self.free_runs();
+        runs.insert(FreeRun { address: pointer as usize, len: layout.size().next_multiple_of(PAGE) });
+        runs.trim(live);
     }
-    runs.peak_live = 0;
-}
 
-/// Sets the planned peak of the whole heap in bytes, up to which freed buffers are cached; 0 for no plan.
-pub fn set_planned_peak(bytes: u64) {
-    free_runs().planned_peak = bytes;
-}
-
-/// The planned peak of the whole heap; effectively unlimited without a plan.
-pub fn planned_peak() -> u64 {
-    match free_runs().planned_peak {
-        0 => u64::MAX >> 1,
-        planned => planned,
+    /// Returns every cached run to the system and resets the peak, so that caching follows the use from now on.
+    pub fn release_all(&self) {
+        let mut runs = self.free_runs();
+        while runs.count > 0 {
+            let last = runs.count - 1;
+            unmap(runs.remove(last));
+        }
+        runs.peak_live = 0;
     }
-}
 
-/// Bytes cached for reuse.
-pub fn cached_bytes() -> u64 {
-    free_runs().bytes
+    /// Sets the planned peak of the whole heap in bytes, up to which freed buffers are cached; 0 for no plan.
+    pub fn set_planned_peak(&self, bytes: u64) {
+        self.free_runs().planned_peak = bytes;
+    }
+
+    /// The planned peak of the whole heap; effectively unlimited without a plan.
+    pub fn planned_peak(&self) -> u64 {
+        match self.free_runs().planned_peak {
+            0 => u64::MAX >> 1,
+            planned => planned,
+        }
+    }
 }
 
 #[cfg(test)]
@@ -243,25 +252,28 @@ mod tests {
         #![proptest_config(ProptestConfig::with_cases(24))]
 
         /// Whatever the order of allocations and frees, each buffer keeps its bytes until it is freed, none overlap,
-        /// zeroed buffers are zero, and the pool caches no more than the peak allows.
+        /// zeroed buffers are zero, and the pool caches no more than the planned peak, or the peak so far, allows.
         #[test]
         fn buffers_are_apart_and_pages_are_not_hoarded(
             asks in prop::collection::vec((1usize..40, any::<bool>(), any::<bool>(), 0usize..64), 1..60),
+            planned in prop_oneof![Just(0u64), 1u64..64 << 20],
         ) {
+            let pool = PagePool::new();
+            pool.set_planned_peak(planned);
+            let slack = if planned == 0 { SLACK } else { 0 };
             let (mut held, mut live, mut highest): (Vec<TestBuffer>, u64, u64) = (Vec::new(), 0, 0);
-            release_all();
             for (i, (size, zeroed, free, which)) in asks.into_iter().enumerate() {
                 if free && !held.is_empty() {
                     let buffer = held.swap_remove(which % held.len());
                     prop_assert!(buffer.bytes().iter().all(|b| *b == buffer.filled));
                     live -= buffer.layout.size() as u64;
                     // SAFETY: the buffer was allocated with this layout and is dropped here.
-                    unsafe { deallocate(buffer.pointer, buffer.layout, live) };
+                    unsafe { pool.deallocate(buffer.pointer, buffer.layout, live) };
                 } else {
                     let layout = Layout::from_size_align(LARGE_BYTES + size * 50_000, 64).unwrap();
                     live += layout.size() as u64;
                     highest = highest.max(live);
-                    let pointer = allocate(layout, zeroed, live);
+                    let pointer = pool.allocate(layout, zeroed, live);
                     prop_assert!(!pointer.is_null() && (pointer as usize).is_multiple_of(PAGE));
                     let buffer = TestBuffer { pointer, layout, filled: i as u8 };
                     prop_assert!(!zeroed || buffer.bytes().iter().all(|b| *b == 0));
@@ -271,29 +283,22 @@ mod tests {
                 }
                 // Live bytes count requested sizes; the pool holds whole pages.
                 let rounding = (PAGE * (held.len() + MAX_RUNS)) as u64;
-                // Tests that run beside this one may set a plan.
-                let planned = free_runs().planned_peak;
-                prop_assert!(live + cached_bytes() <= highest.max(planned) + SLACK + rounding);
+                let cached = pool.free_runs().bytes;
+                prop_assert!(live + cached <= highest.max(planned) + slack + rounding);
             }
             for buffer in held {
                 prop_assert!(buffer.bytes().iter().all(|b| *b == buffer.filled));
                 // SAFETY: the buffer was allocated with this layout and is dropped here.
-                unsafe { deallocate(buffer.pointer, buffer.layout, 0) };
+                unsafe { pool.deallocate(buffer.pointer, buffer.layout, 0) };
             }
-            release_all();
-            prop_assert_eq!(cached_bytes(), 0);
+            pool.release_all();
+            prop_assert_eq!(pool.free_runs().bytes, 0);
         }
     }
 
     #[test]
     fn pages_of_a_freed_buffer_serve_the_next_and_neighbours_are_joined() {
-        let mut runs = Box::new(FreeRuns {
-            runs: [FreeRun { address: 0, len: 0 }; MAX_RUNS],
-            count: 0,
-            bytes: 0,
-            peak_live: 0,
-            planned_peak: 0,
-        });
+        let mut runs = FreeRuns::EMPTY;
         let at = |page: usize, pages: usize| FreeRun { address: page * PAGE, len: pages * PAGE };
         for run in [at(10, 5), at(20, 8), at(15, 5)] {
             runs.insert(run);

@@ -113,7 +113,7 @@ fn parse_psi(text: &str) -> Option<f64> {
 /// Returns cached free memory to the operating system, as far as possible.
 pub fn release_to_os() {
     #[cfg(target_os = "linux")]
-    super::page_pool::release_all();
+    super::page_pool::PAGE_POOL.release_all();
     trim_malloc();
 }
 

@@ -27,7 +27,7 @@ const MODELS: [(&str, Input); 11] = [
         "kind = 'cnn'\nstages = [{ channels = 8, norm = 'batch' }, { channels = 12 }]\nnorm_group = 2",
         Input::Image,
     ),
-    ("kind = 'resnet'\ndepth = 18\nstem = 'small'\nnorm_group = 2", Input::Image),
+    ("kind = 'resnet'\ndepth = 18\nstem = 'small'\nnorm_group = 4", Input::Image),
     ("kind = 'resnet'\ndepth = 50\nnorm_group = 4", Input::Image),
     ("kind = 'mobilenet'\nwidth = 0.25\nstem = 'small'\nnorm_group = 2", Input::Image),
     ("kind = 'vit'\npatch = 4\nlayers = 2\nheads = 2\nwidth = 16", Input::Image),
