@@ -7,7 +7,7 @@ default:
 # format the code
 [group('check')]
 fmt:
-    cargo fmt
+    cargo fmt --all
 
 # clippy, warnings denied
 [group('check')]

@@ -15,7 +15,9 @@ pack() {
   gzip -f "$folder/$2"
 }
 cuda=(--features cuda,cudnn --target-dir target/cuda)
-pack "$(executable scripts/with-cuda.sh cargo test "${cuda[@]}" --lib --no-run)" trainer-tests
+for package in trainer-engine trainer; do
+  pack "$(executable scripts/with-cuda.sh cargo test -p "$package" "${cuda[@]}" --lib --no-run)" "$package-tests"
+done
 pack "$(executable scripts/with-cuda.sh cargo build --release "${cuda[@]}")" trainer
 # The random-job tests need no CUDA: they only start the program.
 pack "$(executable cargo test --test integration --no-run)" integration-tests

@@ -28,12 +28,14 @@ folders+=(/usr/local/cuda/lib64 /usr/local/nvidia/lib64)
 LD_LIBRARY_PATH=$(IFS=:; echo "${folders[*]}")${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
 export LD_LIBRARY_PATH
 
-wanted=trainer-tests
+wanted=(trainer-engine-tests trainer-tests)
 if [ "${1:-}" = random ]; then
-  wanted=trainer
+  wanted=(trainer)
 fi
-unpack "$wanted"
-missing=$(ldd "$work/$wanted" | sed -n 's/^\s*\(\S*\) => not found/\1/p')
+for program in "${wanted[@]}"; do
+  unpack "$program"
+done
+missing=$(ldd "$work/$program" | sed -n 's/^\s*\(\S*\) => not found/\1/p')
 if [ -n "$missing" ]; then
   echo "error: not found: $missing" | tr '\n' ' ' >&2
   echo >&2
@@ -43,7 +45,7 @@ fi
 nvidia-smi --query-gpu=name,driver_version --format=csv,noheader 2> /dev/null || true
 
 export TRAINER_TEST_DEVICE=cuda
-if [ "$wanted" = trainer ]; then
+if [ "$program" = trainer ]; then
   unpack integration-tests
   export TRAINER_BINARY=$work/trainer TRAINER_TRIALS_SEEDS=${2:-0..300}
   export TRAINER_TRIALS_FOLDER=${TRAINER_TRIALS_FOLDER:-$PWD/trials} TRAINER_TRIALS_PARALLEL=${TRAINER_TRIALS_PARALLEL:-5}
@@ -54,4 +56,6 @@ fi
 if [ $# -eq 0 ]; then
   set -- layers:: graph:: kernels:: optim:: param memory::gpu
 fi
-"$work/trainer-tests" "$@"
+for program in "${wanted[@]}"; do
+  "$work/$program" "$@"
+done

@@ -7,22 +7,13 @@
 //!             typed   network   plan      stream  steps    user-facing output
 //! ```
 
-pub mod base;
+pub use trainer_config::{base, job};
+pub use trainer_engine::{data, graph, kernels, layers, memory, metrics, models, optim, param_store, params};
+
 pub mod cli;
-pub mod data;
 pub mod events;
-pub mod graph;
 pub mod history;
 pub mod inference;
-pub mod job;
-pub mod kernels;
-pub mod layers;
-pub mod memory;
-pub mod metrics;
-pub mod models;
-pub mod optim;
-pub mod param_store;
-pub mod params;
 pub mod planner;
 pub mod report;
 pub mod train;

@@ -28,7 +28,7 @@ fn structs_have_the_same_fields_in_rust_and_in_cuda() {
 
 #[test]
 fn grids_have_the_same_size_in_rust_and_in_cuda() {
-    let header = fs::read_to_string(root().join("src/kernels/cuda/device.cuh")).expect("the header");
+    let header = fs::read_to_string(root().join("src/engine/kernels/cuda/device.cuh")).expect("the header");
     let constant = format!("constexpr int GRID_SMS = {};", trainer::kernels::grid::GRID_SMS);
     assert!(header.contains(&constant), "no `{constant}`");
 }
@@ -79,7 +79,7 @@ fn signatures(extensions: &[&str], parse: fn(&str) -> Signatures) -> Signatures 
         }
     }
     let mut found = Signatures::new();
-    walk(&root().join("src/kernels"), extensions, parse, &mut found);
+    walk(&root().join("src/engine/kernels"), extensions, parse, &mut found);
     found
 }
 

@@ -8,12 +8,13 @@ use std::sync::LazyLock;
 
 use candle_core::{DType, Device};
 use trainer::data::cache::Cache;
-use trainer::data::{DatasetContext, Datasets, HostBatch, SampleKey};
+use trainer::data::{DatasetContext, HostBatch, SampleKey};
 use trainer::job::Job;
 use trainer::memory::probe;
 use trainer::param_store::ParamStore;
 use trainer::params::{ParamInit, ParamRegistry};
 use trainer::train::checkpoint::Checkpoints;
+use trainer::train::datasets;
 use trainer::train::tensor_files::load_views;
 
 /// What is read as a dataset: the target, its model, and its `[data]`. The bytes are the file `file`.
@@ -102,7 +103,7 @@ impl Files {
             cache: Cache::at(self.path("cache")),
             ..DatasetContext::default()
         };
-        if let Ok(sets) = Datasets::open(&job, &ctx) {
+        if let Ok(sets) = datasets::open(&job, &ctx) {
             for set in [&sets.train, &sets.valid] {
                 for sample in 0..set.len().min(32) {
                     let key = SampleKey { seed: 1, epoch: 0, sample };

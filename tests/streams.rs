@@ -11,12 +11,11 @@ use trainer::data::split::random_split;
 use trainer::data::streaming::{
     BLOCK_BYTES, RecordBlock, ShardReader, ShardedDataset, StreamingDataset, cut_into_blocks,
 };
-use trainer::data::{BatchRow, DataError, Features, InputSpec, SampleKey, TargetSpec};
+use trainer::data::{BatchRow, DataError, Datasets, Features, InputSpec, SampleKey, TargetSpec};
 use trainer::events::{EventLog, Reporter};
 use trainer::job::Job;
 use trainer::memory::measure;
 use trainer::train::Failure;
-use trainer::train::datasets::Datasets;
 use trainer::train::run::{self, RunOptions, RunOutcome};
 use trainer::train::run_dir::{RequestedRun, RunDir};
 use trainer::train::setup::Setup;

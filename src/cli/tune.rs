@@ -175,18 +175,9 @@ impl TuneArgs {
             trials,
         };
         let home = Path::new(RUNS_DIR).join(&base.name);
-        let stamp = timestamp();
-        let mut names = (1..).map(|n| if n == 1 { stamp.clone() } else { format!("{stamp}-{n}") });
-        let (folder, lock) = loop {
-            let root = home.join(format!("{PREFIX}{}", names.next().unwrap_or_default()));
-            if !root.exists() {
-                match RunLock::acquire(&RunDir::new(&root)) {
-                    // Another sweep of this job began within the same second.
-                    Err(Failure::Locked { .. }) => {}
-                    lock => break (TuneFolder::new(root), lock?),
-                }
-            }
-        };
+        let root = new_folder(&home, PREFIX)?;
+        let lock = RunLock::acquire(&RunDir::new(&root))?;
+        let folder = TuneFolder::new(root);
         folder.write(&sweep, &jobs)?;
         Ok((folder, sweep, lock))
     }
@@ -416,6 +407,22 @@ impl Progress {
                 self.bar.inc(1);
                 self.lines(&[report::tune::result_line(sweep, result, self.display)]);
             }
+        }
+    }
+}
+/// Creates a folder in `home`, named by `prefix` and the time. One that was created within the same second has another
+/// name.
+fn new_folder(home: &Path, prefix: &str) -> Result<PathBuf, Failure> {
+    std::fs::create_dir_all(home).map_err(Failure::io("create the folder", home))?;
+    let name = format!("{prefix}{}", timestamp());
+    let (mut folder, mut number) = (home.join(&name), 1);
+    loop {
+        match std::fs::create_dir(&folder) {
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
+                number += 1;
+                folder = home.join(format!("{name}-{number}"));
+            }
+            done => return done.map(|()| folder.clone()).map_err(Failure::io("create the folder", &folder)),
         }
     }
 }

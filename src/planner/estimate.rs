@@ -4,6 +4,8 @@
 //! A dry run depends only on the micro-batch, the recomputed blocks and activation offload, so the result is cached,
 //! however many execution plans are compared.
 
+mod sizes;
+
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -11,70 +13,25 @@ use std::rc::Rc;
 
 use candle_core::DType;
 
+pub use self::sizes::*;
+
 use super::budget;
 use super::execution_plan::{ExecutionPlan, Offload};
 use super::ledger_trace::{self, BlockIndex};
 use super::plan::{MemoryPart, Peak, PhasePeak};
-use crate::base::features::{Features, InputSpec};
+use crate::base::features::Features;
 use crate::base::{Backend, MemorySpace, MicroBatchSpec, Phase, Role};
 use crate::data::loader;
 use crate::data::stored_logits::LogitFormat;
 use crate::graph::network::{Executor, Network};
 use crate::graph::offload::ActivationOffload;
 use crate::job::{Job, MemoryLog, OptimizerConfig};
-use crate::kernels::{fake_quantize, low_rank, matmul, sample_keys};
+use crate::kernels::{low_rank, matmul};
 use crate::memory::ledger::{Ledger, LedgerEntry};
 use crate::memory::process::ProcessMemory;
 use crate::memory::recorder::RECORDER_BYTES;
 use crate::optim;
-use crate::params::{FlatLayout, MemoryFormat, ParamLayout, TensorSpec};
-
-/// Heap bytes the program holds besides its reservations: the measured size of argument parsing, the job, the network
-/// description, thread pools and reports, with a margin.
-pub const PROGRAM_HEAP_BYTES: u64 = 3 << 19;
-
-/// Device bytes for allocations too small to count one by one: reductions that are read back, and the driver's
-/// rounding.
-pub const SMALL_ALLOCATION_BYTES: u64 = 256 << 10;
-
-/// Device bytes of the workspace that all GEMMs on a GPU share.
-pub const GEMM_WORKSPACE_BYTES: u64 = 32 << 20;
-
-/// The name that reservations for batches in transfer to the GPU carry.
-pub const STAGED_BATCH: &str = "micro-batch on its way";
-
-/// The name that the reservation for the metrics of an evaluation carries.
-pub const EVALUATION_METRICS: &str = "evaluation metrics";
-
-/// The name that the reservations of rounding weights carry.
-pub const QUANTIZATION: &str = "quantization";
-
-/// Bytes of temporaries where tensors reside while weights are rounded.
-pub fn rounding_bytes(params: &FlatLayout, backend: Backend) -> u64 {
-    let bytes = |(_, range): (_, Range<usize>)| fake_quantize::rows_workspace(range.len(), backend);
-    params.quantized().map(bytes).max().unwrap_or(0)
-}
-
-/// The name that the reservations of pruning carry.
-pub const PRUNING: &str = "pruning";
-
-/// The name that the reservation for the decomposition of initial weights carries.
-pub const FACTORIZATION: &str = "low-rank factorization";
-
-/// The name that reservations for the teacher's stored logits carry.
-pub const STORED_LOGITS: &str = "teacher's logits";
-
-/// Buffers of a file that is written, and read again for its checksum.
-const FILE_BUFFER_BYTES: u64 = 2 << 18;
-
-/// The weights of the teacher.
-const TEACHER: &str = "teacher";
-
-const MASTER_WEIGHTS: &str = "master weights";
-const RECORDER: &str = "memory recorder";
-const GEMM_WORKSPACE: &str = "matrix products";
-const ROUNDING: &str = "rounding";
-const GRADIENTS: &str = "gradients";
+use crate::params::{ParamLayout, TensorSpec};
 
 /// A job, as far as its memory is concerned.
 #[derive(Clone, Copy)]
@@ -170,45 +127,6 @@ impl Estimate {
         let phase = if vram.1 > 0 { vram.0 } else { ram.0 };
         Self { peak: Peak { vram_bytes: vram.1, ram_bytes: ram.1, phase }, phases, transfer_bytes }
     }
-}
-
-/// Bytes per value of the master weights.
-fn master_dtype_bytes(dtype: DType) -> u64 {
-    if dtype == DType::F64 { 8 } else { 4 }
-}
-
-/// Bytes of a micro-batch as tensors. On the CPU, floats arrive as f32 and are rounded afterwards.
-pub fn batch_bytes(features: &Features, spec: MicroBatchSpec) -> u64 {
-    let value = match (&features.input, spec.backend.on_gpu()) {
-        (InputSpec::Floats { .. }, true) => spec.dtype.size_in_bytes(),
-        (InputSpec::Floats { .. } | InputSpec::Tabular { .. } | InputSpec::Tokens { .. }, _) => 4,
-    };
-    let sample_key_bytes = if spec.backend.on_gpu() { sample_keys::sample_info_bytes(spec.batch) } else { 0 };
-    (spec.batch * (value * features.input_len() + 4 * features.target_len()) + sample_key_bytes) as u64
-}
-
-/// Bytes of a micro-batch in transfer to a GPU: this many in pinned host memory, and as many on the device.
-pub fn staging_bytes(features: &Features, samples: usize) -> u64 {
-    (samples * features.value_bytes() + sample_keys::sample_info_bytes(samples)) as u64
-}
-
-/// Bytes needed to write a checkpoint: a copy of the largest parameter that must be permuted from channels-last, or two
-/// of the largest frozen one that is converted from the compute dtype, and the file buffer.
-pub fn checkpoint_write_bytes(layout: &ParamLayout, dtype: DType) -> u64 {
-    let permuted = largest_param_len(layout, |memory_format| memory_format == MemoryFormat::ChannelsLast);
-    let frozen = layout.params.frozen().map(|(spec, _)| spec.len() as u64).max().unwrap_or(0);
-    let converted = if dtype.size_in_bytes() as u64 == master_dtype_bytes(dtype) { 0 } else { 2 * frozen };
-    permuted.max(converted) * master_dtype_bytes(dtype) + (1 << 20)
-}
-
-/// Number of values in the largest parameter of such a memory format.
-fn largest_param_len(layout: &ParamLayout, matches: impl Fn(MemoryFormat) -> bool) -> u64 {
-    let sizes = layout
-        .params
-        .iter()
-        .filter(|(spec, _)| matches(spec.memory_format))
-        .map(|(spec, _)| spec.len() as u64);
-    sizes.max().unwrap_or(0)
 }
 
 /// Ranks blocks for recompute: least time per freed byte first; on ties the earlier block, whose activations live

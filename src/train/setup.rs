@@ -6,7 +6,7 @@ use std::sync::{Arc, OnceLock};
 use candle_core::{DType, Device};
 
 use super::Failure;
-use super::datasets::{self, Datasets, tables};
+use super::datasets::{self, tables};
 use super::initial_weights::InitialWeights;
 use super::low_rank;
 use super::teacher::Teacher;
@@ -20,7 +20,7 @@ use crate::data::order::Order;
 use crate::data::preprocessing::Preprocessing;
 use crate::data::stored_logits::LogitFormat;
 use crate::data::transforms::LargeImages;
-use crate::data::{Dataset, DatasetContext, loader, streaming};
+use crate::data::{Dataset, DatasetContext, Datasets, loader, streaming};
 use crate::graph::network::Network;
 use crate::job::{
     ClassWeightsConfig, ClassWeightsRule, Job, LoaderConfig, LogitSource, ModelConfig, OnBadRecord,
@@ -194,7 +194,7 @@ impl Setup {
         let (seed, shuffle, shuffle_buffer) = (job.seed, job.data.loader.shuffle, shuffle_buffer(&job));
         let opening = DatasetContext { max_bytes: ram, seed, shuffle, shuffle_buffer, ..opening.clone() };
         let before = measure::live_bytes();
-        let mut sets = Datasets::open(&job, &opening)?;
+        let mut sets = datasets::open(&job, &opening)?;
         let test_samples = sets.test.take().map(|test| test.samples());
         let opened_heap_bytes = measure::live_bytes().saturating_sub(before);
         let setup = Self::from_datasets(sets, job, ram)?;

@@ -1,13 +1,13 @@
 //! `trainer tune --lr`: the learning-rate range test.
 
 use std::io::{self, IsTerminal};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::str::FromStr;
 
 use serde_json::json;
 
-use super::{Progress, child_arguments, command_line};
-use crate::cli::fit::{RUNS_DIR, timestamp};
+use super::{Progress, child_arguments, command_line, new_folder};
+use crate::cli::fit::RUNS_DIR;
 use crate::cli::{CliError, CommonArgs, Exit, print_line, start_threads};
 use crate::report;
 use crate::train::Failure;
@@ -52,7 +52,7 @@ pub fn run(path: &Path, bounds: LrBounds, updates: u64, common: &CommonArgs) -> 
     start_threads()?;
     let signals = Signals::watch(SignalSource::Anyone, LastWords::default())?;
     signals.begin();
-    let folder = LrFolder { root: new_folder(&Path::new(RUNS_DIR).join(&job.name))? };
+    let folder = LrFolder { root: new_folder(&Path::new(RUNS_DIR).join(&job.name), "lr-")? };
     let child = ChildOptions { arguments: child_arguments(common), threads: rayon::current_num_threads() };
     let progress = Progress::new(common.display_options(io::stderr().is_terminal()), "updates");
     progress.begin("lr", updates as usize);
@@ -131,22 +131,6 @@ fn summary(curve: &Curve, suggestion: Option<Suggestion>, path: &Path, common: &
         lines.push(format!("train    {}", command_line(&words)));
     }
     lines
-}
-
-/// Creates the folder of a test below that of the job. A test that began within the same second has another one.
-fn new_folder(home: &Path) -> Result<PathBuf, Failure> {
-    std::fs::create_dir_all(home).map_err(Failure::io("create the folder", home))?;
-    let mut root = home.join(format!("lr-{}", timestamp()));
-    let mut number = 1;
-    loop {
-        match std::fs::create_dir(&root) {
-            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
-                number += 1;
-                root = home.join(format!("lr-{}-{number}", timestamp()));
-            }
-            done => return done.map(|()| root.clone()).map_err(Failure::io("create the folder", &root)),
-        }
-    }
 }
 
 #[cfg(test)]

@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
-use super::images::augment;
-use super::inference::{Samples, TrainedOn};
+use super::images::{augment, with_mixing};
+use super::inference::{Samples, TrainedOn, one_of};
 use super::{Datasets, Failure, Source, context, generated_inputs, readers};
 use crate::data::fingerprint::FingerprintInput;
 use crate::data::shapes::ShapesDataset;
@@ -21,7 +21,7 @@ impl Source for job::ShapesConfig {
         let test =
             (self.test_samples > 0).then(|| part(self.test_samples, DatasetSplit::Test)).transpose()?;
         let valid = part(self.valid_samples, DatasetSplit::Valid)?;
-        Datasets::new(train, valid, test).with_mixing(&self.augment, readers, opening)
+        with_mixing(Datasets::new(train, valid, test), &self.augment, readers, opening)
     }
 
     fn inputs(&self, job: &Job) -> Result<Vec<FingerprintInput>, Failure> {
@@ -71,6 +71,6 @@ impl Source for job::TextSyntheticConfig {
         _augmentation: Augmentation,
         opening: &DatasetContext,
     ) -> Result<Arc<dyn Dataset>, Failure> {
-        self.open(trained.job, opening)?.into_set(samples.set())
+        one_of(self.open(trained.job, opening)?, samples.set())
     }
 }

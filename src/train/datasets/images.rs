@@ -37,7 +37,7 @@ impl Source for job::IdxConfig {
         let train = open_idx(self, &self.train_images, &self.train_labels, augmentation, readers, opening)?;
         let valid = other(&self.valid_images, &self.valid_labels)?;
         let sets = Datasets { train: Arc::new(train), valid: Arc::new(valid), test };
-        sets.with_mixing(&self.augment, readers, opening)
+        with_mixing(sets, &self.augment, readers, opening)
     }
 
     fn inputs(&self, _job: &Job) -> Result<Vec<FingerprintInput>, Failure> {
@@ -128,7 +128,7 @@ impl Source for job::ImagesConfig {
             train: dataset(train_files.clone(), &train_pipeline, opening.shuffle_buffer),
             others: dataset(train_files, &eval_pipeline, SEQUENTIAL_WINDOW_BYTES),
         };
-        split::job_datasets(files, plan, valid, test).with_mixing(&self.augment, readers, opening)
+        with_mixing(split::job_datasets(files, plan, valid, test), &self.augment, readers, opening)
     }
 
     fn inputs(&self, _job: &Job) -> Result<Vec<FingerprintInput>, Failure> {
@@ -217,22 +217,19 @@ fn dataset(files: Arc<ImageFiles>, pipeline: &Pipeline, buffer: u64) -> Arc<dyn 
     }
 }
 
-impl Datasets {
-    /// Wraps the training set in mixup and CutMix, if the job sets them.
-    pub(super) fn with_mixing(
-        self,
-        augment: &job::AugmentConfig,
-        readers: usize,
-        opening: &DatasetContext,
-    ) -> Result<Self, Failure> {
-        let mixing =
-            MixOptions { mixup: augment.mixup, cutmix: augment.cutmix, probability: augment.mix_chance };
-        if mixing.is_off() {
-            return Ok(self);
-        }
-        let train = MixedDataset::new(self.train, mixing, readers, opening)?;
-        Ok(Self { train: Arc::new(train), ..self })
+/// Wraps the training set in mixup and CutMix, if the job sets them.
+pub(super) fn with_mixing(
+    sets: Datasets,
+    augment: &job::AugmentConfig,
+    readers: usize,
+    opening: &DatasetContext,
+) -> Result<Datasets, Failure> {
+    let mixing = MixOptions { mixup: augment.mixup, cutmix: augment.cutmix, probability: augment.mix_chance };
+    if mixing.is_off() {
+        return Ok(sets);
     }
+    let train = MixedDataset::new(sets.train, mixing, readers, opening)?;
+    Ok(Datasets { train: Arc::new(train), ..sets })
 }
 
 fn normalise(s: &job::ImagesConfig) -> Normalise {

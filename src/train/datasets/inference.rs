@@ -54,14 +54,12 @@ impl Samples<'_> {
     }
 }
 
-impl Datasets {
-    pub(super) fn into_set(self, set: DatasetSplit) -> Result<Arc<dyn Dataset>, Failure> {
-        match (set, self.test) {
-            (DatasetSplit::Train, _) => Ok(self.train),
-            (DatasetSplit::Test, Some(TestSet::Open(test))) => Ok(test),
-            (DatasetSplit::Test, _) => Err(no_test_set("the run has no test set")),
-            (DatasetSplit::Valid, _) => Ok(self.valid),
-        }
+pub(super) fn one_of(sets: Datasets, set: DatasetSplit) -> Result<Arc<dyn Dataset>, Failure> {
+    match (set, sets.test) {
+        (DatasetSplit::Train, _) => Ok(sets.train),
+        (DatasetSplit::Test, Some(TestSet::Open(test))) => Ok(test),
+        (DatasetSplit::Test, _) => Err(no_test_set("the run has no test set")),
+        (DatasetSplit::Valid, _) => Ok(sets.valid),
     }
 }
 

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use super::super::setup::bad_record_policy;
-use super::inference::{Samples, TrainedOn};
+use super::inference::{Samples, TrainedOn, one_of};
 use super::{Datasets, Failure, Source, context, file_inputs, split_settings};
 use crate::base::features::TargetSpec;
 use crate::base::regular_file;
@@ -50,7 +50,7 @@ impl Source for job::TextConfig {
         samples.replace_files(&mut source.files);
         trained.replace_tokenizer(&mut source.tokens);
         source.windows = job::WindowMode::Fixed;
-        source.open(trained.job, opening)?.into_set(samples.set())
+        one_of(source.open(trained.job, opening)?, samples.set())
     }
 }
 
@@ -92,7 +92,7 @@ impl Source for job::TokensConfig {
         let mut source = self.clone();
         samples.replace_files(&mut source.files);
         source.windows = job::WindowMode::Fixed;
-        source.open(trained.job, opening)?.into_set(samples.set())
+        one_of(source.open(trained.job, opening)?, samples.set())
     }
 }
 
@@ -121,7 +121,7 @@ impl Source for job::JsonlConfig {
         }
         let (target, unlabelled) =
             (&trained.preprocessing.features.target, matches!(samples, Samples::Unlabelled(_)));
-        open_jsonl(&source, trained.job, Some(target), unlabelled, opening)?.into_set(samples.set())
+        one_of(open_jsonl(&source, trained.job, Some(target), unlabelled, opening)?, samples.set())
     }
 }
 

@@ -16,11 +16,9 @@ use crate::data::fingerprint::{FingerprintInput, InputKind};
 use crate::data::language::tokenizer::settings_files;
 use crate::data::split::{Fold, SplitMethod, SplitSettings, ValidSet};
 use crate::data::transforms::Augmentation;
-use crate::data::{DataError, Dataset, DatasetContext, TestSet, files};
+use crate::data::{DataError, Dataset, DatasetContext, Datasets, files};
 use crate::job::{self, Job, SplitKind};
 use crate::models::ModelError;
-
-pub use crate::data::Datasets;
 
 /// Source of the job's chat template, if its data are chats.
 pub fn chat_template(job: &Job) -> Result<Option<String>, Failure> {
@@ -77,21 +75,14 @@ fn source_of(job: &Job) -> &dyn Source {
     }
 }
 
-impl Datasets {
-    /// Opens all sets.
-    pub fn open(job: &Job, opening: &DatasetContext) -> Result<Self, Failure> {
-        source_of(job).open(job, opening)
-    }
+/// Opens all sets.
+pub fn open(job: &Job, opening: &DatasetContext) -> Result<Datasets, Failure> {
+    source_of(job).open(job, opening)
+}
 
-    /// Everything the samples are made from, for the data fingerprint; each input carries the job key that names it.
-    pub fn inputs(job: &Job) -> Result<Vec<FingerprintInput>, Failure> {
-        source_of(job).inputs(job)
-    }
-
-    fn new<T: Dataset + 'static>(train: impl Dataset + 'static, valid: T, test: Option<T>) -> Self {
-        let test = test.map(|test| TestSet::Open(Arc::new(test)));
-        Self { train: Arc::new(train), valid: Arc::new(valid), test }
-    }
+/// Everything the samples are made from, for the data fingerprint; each input carries the job key that names it.
+pub fn inputs(job: &Job) -> Result<Vec<FingerprintInput>, Failure> {
+    source_of(job).inputs(job)
 }
 
 /// How the job splits the samples of its training files.

@@ -18,7 +18,7 @@ use crate::planner::estimate::FACTORIZATION;
 use crate::planner::plan::{MemoryPlan, PlanVerdict};
 use crate::train::Failure;
 use crate::train::checkpoint::{self, CheckpointState, Checkpoints, NewestCheckpoint};
-use crate::train::datasets::{self, Datasets};
+use crate::train::datasets;
 use crate::train::initial_weights::InitReport;
 use crate::train::low_rank;
 use crate::train::no_graph::NoGraph;
@@ -93,7 +93,7 @@ pub(super) fn fingerprint(
     let teacher = setup.teacher.as_ref().map(|teacher| &teacher.weights);
     let teacher = teacher.map(|file| FingerprintInput::file("distill.teacher", file));
     let sources = fingerprint::fingerprint_sources(
-        Datasets::inputs(&setup.job)?.into_iter().chain(teacher).collect(),
+        datasets::inputs(&setup.job)?.into_iter().chain(teacher).collect(),
         recorded,
         &opening.cache,
         opening.observer.as_ref(),

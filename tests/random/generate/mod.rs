@@ -4,6 +4,7 @@
 //! Jobs are valid by construction. What a job may not be is stated here, once, as a rule with its reason. A case that
 //! failed once is a rule too, drawn more often than chance would.
 
+mod compression;
 mod formats;
 mod language;
 mod model;
