@@ -1,4 +1,4 @@
-//! What computes: memory, kernels, layers, models, optimizers and data. Built for speed.
+//! What computes: memory, kernels, layers, models, optimizers and data.
 //!
 //! A module depends only on those above it:
 //!

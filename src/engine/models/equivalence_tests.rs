@@ -27,7 +27,7 @@ const MODELS: [(&str, Input); 11] = [
         "kind = 'cnn'\nstages = [{ channels = 8, norm = 'batch' }, { channels = 12 }]\nnorm_group = 2",
         Input::Image,
     ),
-    ("kind = 'resnet'\ndepth = 18\nstem = 'small'\nnorm_group = 4", Input::Image),
+    ("kind = 'resnet'\ndepth = 18\nstem = 'small'\nnorm_group = 2", Input::Image),
     ("kind = 'resnet'\ndepth = 50\nnorm_group = 4", Input::Image),
     ("kind = 'mobilenet'\nwidth = 0.25\nstem = 'small'\nnorm_group = 2", Input::Image),
     ("kind = 'vit'\npatch = 4\nlayers = 2\nheads = 2\nwidth = 16", Input::Image),
@@ -191,15 +191,25 @@ fn pass_with(
 /// The loss, the gradients of the parameters, and the running statistics, by name.
 type Outcome = [Vec<(String, Vec<f64>)>; 3];
 
-/// Errors are relative to the largest value of their kind: where the true gradient is zero, only rounding is left.
-fn assert_equal(model: &str, a: &Outcome, b: &Outcome, tolerance: f64) {
+/// The largest error of `a` against `b` and the name it has, relative to the largest value of its kind: where the true
+/// gradient is zero, only rounding is left.
+fn largest_error<'a>(a: &'a Outcome, b: &Outcome) -> (f64, &'a str) {
+    let mut worst = (0.0, "");
     for (a, b) in a.iter().zip(b) {
         let largest = b.iter().flat_map(|(_, values)| values).fold(1e-9f64, |m, v| m.max(v.abs()));
         for ((name, a), (_, b)) in a.iter().zip(b) {
-            let error = a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max) / largest;
-            assert!(error <= tolerance, "{model} {name}: {error}");
+            let errors = a.iter().zip(b).map(|(a, b)| (a - b).abs() / largest);
+            assert!(errors.clone().all(f64::is_finite), "{name} is not finite");
+            let error = errors.fold(0.0, f64::max);
+            worst = if error > worst.0 { (error, name.as_str()) } else { worst };
         }
     }
+    worst
+}
+
+fn assert_equal(model: &str, a: &Outcome, b: &Outcome, tolerance: f64) {
+    let (error, name) = largest_error(a, b);
+    assert!(error <= tolerance, "{model} {name}: {error}, more than {tolerance}");
 }
 
 #[test]
@@ -233,7 +243,15 @@ fn fusing_changes_no_gradient_and_saves_memory() {
             let tolerance: f64 = if test_device().is_cpu() { tolerance } else { tolerance.max(2e-5) };
             let ((fused, fused_bytes), (plain, plain_bytes)) =
                 (pass(text, *input, dtype, Execution::Fused), pass(text, *input, dtype, Execution::Plain));
-            assert_equal(&format!("{text}\n{dtype:?}"), &fused, &plain, tolerance);
+            // On a GPU, both round to bf16 at places of their own, which batch norm over few samples amplifies: the
+            // fused one may be no further from the exact result.
+            if dtype == DType::BF16 && !test_device().is_cpu() {
+                let (exact, _) = pass(text, *input, DType::F64, Execution::Plain);
+                let tolerance = tolerance.max(1.5 * largest_error(&plain, &exact).0);
+                assert_equal(&format!("{text}\n{dtype:?}"), &fused, &exact, tolerance);
+            } else {
+                assert_equal(&format!("{text}\n{dtype:?}"), &fused, &plain, tolerance);
+            }
             assert!(fused_bytes <= plain_bytes, "{text}\n{dtype:?}: {fused_bytes} > {plain_bytes} bytes");
         }
     }
