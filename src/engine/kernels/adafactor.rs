@@ -5,10 +5,10 @@
 #[cfg(feature = "cuda")]
 mod gpu;
 
-use super::parallel::*;
 use candle_core::{DType, Result, Tensor};
 
 use super::linear::bias_gradient_workspace;
+use super::parallel::{ParallelChunks, ParallelItems};
 use super::update::{CHUNK, UpdateArgs, clear, sync_compute_weights};
 use super::{Elem, Real, cpu, reference};
 use crate::params::FlatLayout;

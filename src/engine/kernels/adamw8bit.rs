@@ -8,9 +8,9 @@
 #[cfg(feature = "cuda")]
 mod gpu;
 
-use super::parallel::*;
 use candle_core::{DType, Device, Result, Tensor};
 
+use super::parallel::{ParallelChunks, ParallelItems};
 use super::update::{
     AdamWKernel, CHUNK, UpdateArgs, apply_weight_decay, sync_compute_weights, weight_decay_reference,
 };

@@ -12,7 +12,6 @@ mod dropout_mask;
 #[cfg(feature = "cuda")]
 mod gpu;
 
-use super::parallel::*;
 use candle_core::{Result, Tensor};
 
 pub use decode::{CacheRows, DecodeKernel};
@@ -20,6 +19,7 @@ pub use dims::AttentionDims;
 pub use dropout_mask::DropoutMask;
 
 use super::matmul::{MatView, Threading, gemm};
+use super::parallel::{ParallelChunks, ParallelItems};
 use super::rotary::Rotary;
 use super::{Elem, Real, cpu, lanes, reference};
 use crate::{vectorised, with_elem};

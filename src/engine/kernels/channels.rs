@@ -7,11 +7,11 @@
 #[cfg(feature = "cuda")]
 pub(super) mod gpu;
 
-use super::parallel::*;
 use candle_core::DType;
 
 use super::clamp::{ClampActivation, clamp, clamp_backward};
 use super::grid::GRID_SMS;
+use super::parallel::{ParallelChunks, ParallelItems};
 use super::{Elem, Real, cpu};
 use crate::vectorised;
 

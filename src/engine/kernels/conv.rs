@@ -16,7 +16,6 @@ pub use self::workspace::{ConvWorkspace, workspace};
 
 use std::ops::Range;
 
-use super::parallel::*;
 use candle_core::{Result, Tensor};
 
 use super::activation::each_activation;
@@ -28,6 +27,7 @@ use super::linear::{WeightBiasGrads, activation_backward, add_partials};
 use super::matmul::{
     ConvArgs, CpuEpilogue, MatView, Threading, gemm, round, try_conv, try_conv_weight_gradient,
 };
+use super::parallel::{ParallelChunks, ParallelItems};
 use super::{
     Activation, Elem, Real, SavedForBackward, activation, add, cpu, depthwise, reference, transpose,
 };

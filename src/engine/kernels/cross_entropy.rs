@@ -11,7 +11,6 @@ mod fused;
 #[cfg(feature = "cuda")]
 mod gpu;
 
-use super::parallel::*;
 use candle_core::{DType, Result, Tensor, WithDType};
 
 use super::linear::{
@@ -22,6 +21,7 @@ use super::matmul::{
     matmul_workspace, round,
 };
 use super::metric_sums::{self, MetricSums, PendingMetricSums};
+use super::parallel::{ParallelChunks, ParallelItems};
 use super::{Activation, Elem, Real, cpu, lanes, reference};
 use crate::{vectorised, with_elem};
 

@@ -6,11 +6,11 @@
 #[cfg(feature = "cuda")]
 pub(super) mod gpu;
 
-use super::parallel::*;
 use candle_core::DType;
 
 use super::channels::{ChannelLayout, GridPartition};
 use super::im2col::ConvGeometry;
+use super::parallel::{ParallelChunks, ParallelItems};
 use super::{Elem, Real, cpu};
 use crate::vectorised;
 

@@ -2,12 +2,12 @@
 
 pub mod top;
 
-use super::parallel::*;
 use candle_core::{DType, Result, Tensor};
 use candle_nn::ops::log_softmax;
 
 use self::top::TopLogits;
 use super::cross_entropy::IGNORE_INDEX;
+use super::parallel::{ParallelChunks, ParallelItems};
 use super::{Elem, Real, cpu, host, reference};
 use crate::{vectorised, with_elem};
 

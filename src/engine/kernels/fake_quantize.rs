@@ -8,10 +8,10 @@
 #[cfg(feature = "cuda")]
 mod gpu;
 
-use super::parallel::*;
 use candle_core::{DType, Result, Tensor};
 
 use super::clamp::clamp;
+use super::parallel::{ParallelChunks, ParallelItems};
 use super::update::cast_into;
 use super::{Elem, Real, cpu, host, kernel_timer, reference as reference_kernel};
 use crate::base::Backend;

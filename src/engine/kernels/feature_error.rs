@@ -1,9 +1,9 @@
 //! The error between features of a student and those of its teacher: the mean squared difference of each row, weighted
 //! and summed over rows.
 
-use super::parallel::*;
 use candle_core::{DType, Result, Tensor};
 
+use super::parallel::{ParallelChunks, ParallelItems};
 use super::{Elem, Real, cpu, reference};
 use crate::{vectorised, with_elem};
 

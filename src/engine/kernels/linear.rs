@@ -5,7 +5,6 @@ pub mod gpu;
 #[cfg(feature = "cuda")]
 pub mod hopper;
 
-use super::parallel::*;
 use candle_core::{DType, Result, Tensor};
 
 use super::activation::{apply, each_activation};
@@ -15,6 +14,7 @@ use super::matmul::{
     CpuEpilogue, MatView, Threading, gemm, gemm_workspace, is_native_dtype, matmul, matmul_epilogue,
     matmul_workspace,
 };
+use super::parallel::{ParallelChunks, ParallelItems};
 use super::{Activation, Elem, Real, SavedForBackward, cpu, reference};
 use crate::{vectorised, with_elem};
 

@@ -1,9 +1,9 @@
 //! Lion (Chen et al., 2023): steps of constant size along the sign of an interpolation of momentum and gradient. The
 //! state is one buffer.
 
-use super::parallel::*;
 use candle_core::{Result, Tensor};
 
+use super::parallel::{ParallelChunks, ParallelItems};
 use super::update::{self, CHUNK, UpdateArgs, apply_weight_decay, weight_decay_reference};
 use super::{Elem, Real, cpu, reference};
 use crate::params::FlatLayout;

@@ -3,9 +3,9 @@
 #[cfg(feature = "cuda")]
 mod gpu;
 
-use super::parallel::*;
 use candle_core::{Result, Tensor};
 
+use super::parallel::{ParallelChunks, ParallelItems};
 use super::{cpu, reference};
 use crate::with_elem;
 

@@ -3,11 +3,11 @@
 #[cfg(feature = "cuda")]
 mod gpu;
 
-use super::parallel::*;
 use candle_core::{DType, Result, Tensor};
 
 use super::grid::GRID_SMS;
 use super::linear::{WeightBiasGrads, add_partials};
+use super::parallel::{ParallelChunks, ParallelItems};
 use super::{Elem, Real, cpu, lanes, reference};
 use crate::{vectorised, with_elem};
 

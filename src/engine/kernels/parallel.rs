@@ -150,6 +150,13 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
+    /// A chunk to write with its number, one to read, and a factor.
+    type TestItem<'a> = ((usize, &'a mut [u32]), (&'a [u32], &'a u32));
+
+    fn update(((i, into), (from, scale)): TestItem) {
+        into.iter_mut().zip(from).for_each(|(to, v)| *to = v * scale + i as u32 + 1);
+    }
+
     proptest! {
         /// Every value is visited once, in the chunk that the standard library's iterators put it in.
         #[test]
@@ -159,9 +166,6 @@ mod tests {
             for ((i, chunk), scale) in expected.chunks_mut(len).enumerate().zip(&scales) {
                 chunk.iter_mut().for_each(|v| *v = *v * scale + i as u32 + 1);
             }
-            let update = |((i, into), (from, scale)): ((usize, &mut [u32]), (&[u32], &u32))| {
-                into.iter_mut().zip(from).for_each(|(to, v)| *to = v * scale + i as u32 + 1);
-            };
             let mut by_each = vec![0; values.len()];
             by_each.par_chunks_mut(len).enumerate().zip(values.par_chunks(len).zip(&*scales)).for_each(update);
             prop_assert_eq!(&by_each, &expected);

@@ -3,9 +3,8 @@
 #[cfg(feature = "cuda")]
 mod gpu;
 
-use super::parallel::*;
-
 use super::cpu;
+use super::parallel::{ParallelChunks, ParallelItems};
 use crate::base::features::PixelLut;
 
 /// Pixels per parallel chunk.

@@ -6,12 +6,12 @@
 #[cfg(feature = "cuda")]
 mod gpu;
 
-use super::parallel::*;
 use candle_core::{DType, Result, Tensor};
 
 use super::cross_entropy::ClassWeights;
 use super::linear::{LinearKernel, WeightBiasGrads, WeightLayout};
 use super::metric_sums::{self, MetricSums, PendingMetricSums};
+use super::parallel::{ParallelChunks, ParallelItems};
 use super::{Activation, Elem, Real, cpu, reference};
 use crate::with_elem;
 

@@ -4,9 +4,9 @@
 #[cfg(feature = "cuda")]
 pub(super) mod gpu;
 
-use super::parallel::*;
 use candle_core::{Result, Tensor};
 
+use super::parallel::{ParallelChunks, ParallelItems};
 use super::{Elem, Real, cpu, reference};
 use crate::{vectorised, with_elem};
 

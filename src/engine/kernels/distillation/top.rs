@@ -3,11 +3,11 @@
 
 use std::ops::Range;
 
-use crate::kernels::parallel::*;
 use candle_core::{DType, Result, Tensor};
 use candle_nn::ops::log_softmax;
 
 use super::{row_weight, row_weights};
+use crate::kernels::parallel::{ParallelChunks, ParallelItems};
 use crate::kernels::{Elem, Real, cpu, reference};
 use crate::{vectorised, with_elem};
 
