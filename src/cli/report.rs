@@ -12,6 +12,7 @@ use crate::history::{RecordedState, RunHistory};
 use crate::inference::generate::job_prompts::GeneratedTexts;
 use crate::inference::trained_model::{CheckpointChoice, TrainedModel};
 use crate::job::{EvalConfig, Job};
+use crate::memory::resident_limit;
 use crate::report::{html, text};
 use crate::train::Failure;
 
@@ -75,6 +76,8 @@ pub(super) fn generate_texts(
     eval: &EvalConfig,
     common: &CommonArgs,
 ) -> anyhow::Result<GeneratedTexts> {
+    // What ran before is not needed while a tokenizer is compiled, which takes more memory than most of what follows.
+    resident_limit::drop_code();
     let model = TrainedModel::open(run, CheckpointChoice::Best, &[])?;
     start_threads()?;
     let options = session_options(common, &model, MAX_SEQUENCES)?;

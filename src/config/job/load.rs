@@ -164,6 +164,21 @@ mod tests {
     }
 
     #[test]
+    fn the_command_line_reads_a_value_as_the_kind_of_the_table_has_it() {
+        let csv =
+            "[model]\nkind = 'mlp'\n[data]\nkind = 'csv'\ntrain = 'a.csv'\ntarget = 'y'\n[train]\nsteps = 1";
+        let SourceConfig::Csv(csv) = load(csv, &["data.classes=u,v"]).data.source else { panic!() };
+        assert_eq!(csv.columns.classes, ["u", "v"]);
+        let idx = "[model]\nkind = 'mlp'\n[data]\nkind = 'csv'\n[train]\nsteps = 1";
+        let files = ["train_images=a", "train_labels=b", "valid_images=c", "valid_labels=d"];
+        let files: Vec<String> = files.iter().map(|set| format!("data.{set}")).collect();
+        let mut sets = vec!["data.kind=idx", "data.classes=7"];
+        sets.extend(files.iter().map(String::as_str));
+        let SourceConfig::Idx(idx) = load(idx, &sets).data.source else { panic!() };
+        assert_eq!(idx.classes, 7);
+    }
+
+    #[test]
     fn a_default_kind_need_not_be_named() {
         let OptimizerConfig::Adamw(adamw) = load(TINY, &["optimizer.lr=0.5"]).optimizer else { panic!() };
         assert_eq!(adamw, AdamwConfig { lr: 0.5, ..AdamwConfig::default() });

@@ -9,7 +9,7 @@ use toml::de::{DeTable, DeValue};
 
 use super::check::SpannedError;
 use super::error::{ErrorCode, JobError};
-use super::schema::{choices, kinds};
+use super::schema::{choices, kind, kinds};
 
 /// Maximum parts of a key: no table is nested deeper, and recursion stays bounded.
 const MAX_DEPTH: usize = 64;
@@ -44,22 +44,42 @@ pub(super) fn apply<'a>(
     if keys.len() > MAX_DEPTH {
         return syntax_error(whole, "`--set` key has more than 64 parts");
     }
-    let target = keys.iter().try_fold(schema, |table, key| child_schema(table, key.get_ref()));
-    let value = parse_value(text, at, target)?;
     let mut root = Spanned::new(0..0, DeValue::Table(std::mem::take(job.get_mut())));
-    let put = insert_at(&mut root, &keys, value, Some(schema));
+    let value = parse_value(text, at, schema_at(schema, root.get_ref(), &keys));
+    let put = value.and_then(|value| insert_at(&mut root, &keys, value, Some(schema)));
     if let DeValue::Table(table) = root.into_inner() {
         *job.get_mut() = table;
     }
     put
 }
 
-/// The schema of `key` in a table or a list, whatever the table's kind.
-fn child_schema<'s>(schema: &'s Value, key: &str) -> Option<&'s Value> {
+/// The schema of the value at the path `keys` below `node`.
+fn schema_at<'s>(schema: &'s Value, node: &DeValue, keys: &[Spanned<&str>]) -> Option<&'s Value> {
+    let (mut schema, mut node) = (schema, Some(node));
+    for key in keys {
+        let name = *key.get_ref();
+        schema = child_schema(schema, node, name)?;
+        let below = node.and_then(|node| match node {
+            DeValue::Table(table) => table.get(name),
+            DeValue::Array(items) => name.parse::<usize>().ok().and_then(|i| items.get(i)),
+            _ => None,
+        });
+        node = below.map(Spanned::get_ref);
+    }
+    Some(schema)
+}
+
+/// The schema of `key` in a table or a list: that of the table's kind, or of the first kind that has the key.
+fn child_schema<'s>(schema: &'s Value, table: Option<&DeValue>, key: &str) -> Option<&'s Value> {
     if key.parse::<usize>().is_ok() && schema["items"].is_object() {
         return Some(&schema["items"]);
     }
-    kinds(schema).iter().find_map(|kind| kind["properties"].get(key))
+    let named = match table {
+        Some(DeValue::Table(table)) => table.get("kind").and_then(|kind| kind.get_ref().as_str()),
+        _ => None,
+    };
+    let of_kind = kinds(schema).iter().filter(|table| named.is_some() && kind(table) == named);
+    of_kind.chain(kinds(schema)).find_map(|table| table["properties"].get(key))
 }
 
 /// The value in `text`, which has the address `at`. A string needs no quotes, nor does a list of strings: `a,b` and
@@ -153,7 +173,7 @@ fn insert_at<'a>(
         return Ok(());
     };
     let name = *key.get_ref();
-    let below = schema.and_then(|schema| child_schema(schema, name));
+    let below = schema.and_then(|schema| child_schema(schema, Some(node.get_ref()), name));
     match node.get_mut() {
         DeValue::Table(table) => {
             let group = schema.and_then(|s| s["x-one-of"].as_array()).into_iter().flatten();

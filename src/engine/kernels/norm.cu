@@ -386,7 +386,7 @@ extern "C" int norm_forward(int type, const void *x, const void *w, const void *
 
 // `dx` may be null, and so may `residual_grad`, which is added to it. `partial` is (parts, weight, bias and sums, n).
 // The sums accumulate into `dw` and `db`, and those of `dx` into `sums`, where these are not null. With
-// `recompute_output`, `dy` is overwritten with the output of `norm_forward`, which requires `b`.
+// `recompute_output`, `dy` is overwritten with the output of `norm_forward`, for which `b` is read if it is not null.
 extern "C" int norm_backward(int type, const void *x, const void *stats, void *dy, const void *w, const void *b, void *dx,
                              const void *residual_grad, void *partial, void *dw, void *db, void *sums, int64_t rows,
                              int n, int parts, int centred, int recompute_output, cudaStream_t stream) {

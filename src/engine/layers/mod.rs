@@ -3,7 +3,7 @@
 //! A layer owns its backward pass. `forward` returns the output and exactly what `backward` needs; `backward` consumes
 //! that, accumulates parameter gradients in place and returns the input gradient; `cost` states, to the byte, what both
 //! hold for a micro-batch. There is no autograd graph, and nothing outside a layer depends on its internals.
-//! [`network`] executes layers and reserves their memory from the ledger.
+//! [`network`](crate::graph::network) executes layers and reserves their memory from the ledger.
 
 pub mod activation;
 pub mod attention;

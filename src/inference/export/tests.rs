@@ -242,7 +242,8 @@ fn other_tools_compute_what_we_compute() {
     for case in CASES {
         let mut case = Case::new(case, root.path());
         let Some(formats) = golden.get(case.name) else {
-            assert!(case.model.kind() == "mlp", "no other tool has read {}", case.name);
+            let hint = "scripts/export-interop.py does it, see docs/contributing.md";
+            assert!(case.model.kind() == "mlp", "no other tool has read {}: {hint}", case.name);
             continue;
         };
         let logits = case.logits().2;
