@@ -6,7 +6,7 @@
 //! costs four multiplications and no memory. Not for cryptography.
 //!
 //! ```
-//! use trainer::base::random::{RngKey, stream_id};
+//! use trainer_config::base::random::{RngKey, stream_id};
 //! const DROPOUT: u64 = stream_id("dropout");
 //! let (seed, epoch, sample, layer) = (42, 3, 117, 2);
 //! let mask = RngKey::new(seed, DROPOUT).fold_in(epoch).fold_in(sample).fold_in(layer);

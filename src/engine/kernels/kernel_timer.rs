@@ -114,7 +114,7 @@ impl Drop for KernelScope {
     }
 }
 
-/// The kernel of a module path: `cross_entropy` of `trainer::kernels::cross_entropy::fused`.
+/// The kernel of a module path: `cross_entropy` of `trainer_engine::kernels::cross_entropy::fused`.
 fn kernel_name(module: &'static str) -> &'static str {
     let mut parts = module.split("::").skip_while(|part| *part != "kernels").skip(1);
     parts.next().or(module.split("::").last()).unwrap_or(module)
