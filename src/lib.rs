@@ -8,7 +8,8 @@
 //! ```
 
 pub use trainer_config::{base, job};
-pub use trainer_engine::{data, graph, kernels, layers, memory, metrics, models, optim, param_store, params};
+pub use trainer_data as data;
+pub use trainer_engine::{graph, kernels, layers, memory, metrics, models, optim, param_store, params};
 
 pub mod cli;
 pub mod events;

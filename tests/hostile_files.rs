@@ -7,10 +7,10 @@ use std::path::{Path, PathBuf};
 use std::sync::LazyLock;
 
 use candle_core::{DType, Device};
+use trainer::base::proc_status::proc_status;
 use trainer::data::cache::Cache;
 use trainer::data::{DatasetContext, HostBatch, SampleKey};
 use trainer::job::Job;
-use trainer::memory::probe;
 use trainer::param_store::ParamStore;
 use trainer::params::{ParamInit, ParamRegistry};
 use trainer::train::checkpoint::Checkpoints;
@@ -98,7 +98,7 @@ impl Files {
         let text = format!("[model]\n{model}\n[data]\n{data}{more}\n[train]\nbatch_size = 1\nsteps = 1\n");
         let job = Job::parse(&text, &self.path("job.toml"), &[]).unwrap_or_else(|e| panic!("{target}: {e}"));
         let ctx = DatasetContext {
-            max_bytes: probe::proc_status("VmRSS:").unwrap_or(0) + (64 << 20),
+            max_bytes: proc_status("VmRSS:").unwrap_or(0) + (64 << 20),
             shuffle_buffer: 1 << 20,
             cache: Cache::at(self.path("cache")),
             ..DatasetContext::default()

@@ -16,7 +16,7 @@ mod export;
 mod exported;
 mod faults;
 #[allow(dead_code)]
-#[path = "../src/engine/data/images/fixtures.rs"]
+#[path = "../src/data/images/fixtures.rs"]
 mod fixtures;
 mod freeze;
 mod generate;

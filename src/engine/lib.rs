@@ -1,14 +1,13 @@
-//! What computes: memory, kernels, layers, models, optimizers and data.
+//! What computes: memory, kernels, layers, models and optimizers.
 //!
 //! A module depends only on those above it:
 //!
 //! ```text
-//! metrics, params -> memory -> kernels -> param_store -> layers -> graph -> optim -> models -> data
+//! metrics, params -> memory -> kernels -> param_store -> layers -> graph -> optim -> models
 //! ```
 
 pub use trainer_config::{base, job};
 
-pub mod data;
 pub mod graph;
 pub mod kernels;
 pub mod layers;

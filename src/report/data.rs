@@ -6,11 +6,11 @@
 use serde::{Serialize, Serializer};
 use serde_json::{Map, Value, json};
 
+use crate::base::features::IGNORE_INDEX;
 use crate::base::features::{Features, InputSpec, TargetSpec};
 use crate::base::units::{counted, format_count};
 use crate::data::warnings::{self, WARNING};
 use crate::data::{BatchValues, DataError, Dataset, HostBatch, LengthStats, SampleKey};
-use crate::kernels::cross_entropy::IGNORE_INDEX;
 use crate::kernels::pixel_lut;
 
 /// Records shown.

@@ -246,7 +246,7 @@ impl Setup {
         let has_weights = job.train.init.is_some();
         job.quantize.iter_mut().for_each(|quantize| quantize.resolve(total_steps, has_weights));
         let workers = match job.data.loader.workers {
-            0 => threads,
+            0 => threads.min(datasets.train.len() as usize).max(1),
             workers => workers,
         };
         let prefetch = budget::prefetch(&job, datasets.train.features(), ram);

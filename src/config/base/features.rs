@@ -4,6 +4,9 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
+/// Targets with this value contribute to neither the loss nor the metrics.
+pub const IGNORE_INDEX: u32 = u32::MAX;
+
 /// Describes every sample of a dataset.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Features {

@@ -6,6 +6,7 @@ pub mod file_format;
 pub mod memory_space;
 pub mod panics;
 pub mod phase;
+pub mod proc_status;
 pub mod random;
 pub mod regular_file;
 pub mod role;

@@ -23,10 +23,8 @@ use super::matmul::{
 use super::metric_sums::{self, MetricSums, PendingMetricSums};
 use super::parallel::{ParallelChunks, ParallelItems};
 use super::{Activation, Elem, Real, cpu, lanes, reference};
+use crate::base::features::IGNORE_INDEX;
 use crate::{vectorised, with_elem};
-
-/// Targets with this value contribute to neither the loss nor the metrics.
-pub const IGNORE_INDEX: u32 = u32::MAX;
 
 /// Budget in bytes for a chunk of logits, and the minimum number of rows for efficient GEMMs, which takes precedence.
 const CHUNK_BYTES: usize = 4 << 20;

@@ -6,9 +6,9 @@ use candle_core::{DType, Result, Tensor};
 use candle_nn::ops::log_softmax;
 
 use self::top::TopLogits;
-use super::cross_entropy::IGNORE_INDEX;
 use super::parallel::{ParallelChunks, ParallelItems};
 use super::{Elem, Real, cpu, host, reference};
+use crate::base::features::IGNORE_INDEX;
 use crate::{vectorised, with_elem};
 
 /// What is known of a teacher's logits.

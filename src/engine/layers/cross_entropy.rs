@@ -123,7 +123,7 @@ mod tests {
     };
     use super::super::{Mode, PassContext};
     use super::*;
-    use crate::kernels::cross_entropy::IGNORE_INDEX;
+    use crate::base::features::IGNORE_INDEX;
     use crate::params::{ParamInit, ParamRegistry};
     use candle_core::{DType, Device, Var};
     use proptest::prelude::*;

@@ -128,7 +128,8 @@ mod tests {
         TestContext, leaf, random_tensor, relative_error, test_device, to_f64_vec,
     };
     use super::*;
-    use crate::kernels::cross_entropy::{IGNORE_INDEX, LinearCrossEntropy};
+    use crate::base::features::IGNORE_INDEX;
+    use crate::kernels::cross_entropy::LinearCrossEntropy;
     use crate::kernels::distillation::top::TopLogits;
     use crate::kernels::reference::ReferenceScope;
     use crate::params::{ParamInit, ParamRegistry};

@@ -189,5 +189,5 @@ pub fn take_recent_peak() -> u64 {
 /// Peak resident memory of this process since it started, as the kernel counts it (`VmHWM`): heap, stacks, code and
 /// pages of mapped files. 0 if the system does not report it.
 pub fn resident_peak() -> u64 {
-    super::probe::proc_status("VmHWM:").unwrap_or(0)
+    crate::base::proc_status::proc_status("VmHWM:").unwrap_or(0)
 }

@@ -13,7 +13,7 @@ use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
 
 /// Allocations of at least this size get pages of their own.
 pub const LARGE_BYTES: usize = 64 << 10;
-const PAGE: usize = 4096;
+pub(super) const PAGE: usize = 4096;
 const HUGE_PAGE: usize = 2 << 20;
 /// Bytes that may be cached even at the peak if there is no plan, so that the few buffers free at that point are not
 /// mapped anew in every step.

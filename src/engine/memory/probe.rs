@@ -9,6 +9,8 @@ use std::path::{Path, PathBuf};
 use serde::Serialize;
 use sysinfo::{MemoryRefreshKind, RefreshKind, System};
 
+use crate::base::proc_status::proc_status;
+
 const MIB: u64 = 1 << 20;
 
 /// The host's current memory, and the limits of this process. All in bytes.
@@ -262,18 +264,6 @@ fn address_space() -> Option<AddressSpace> {
     Some(AddressSpace { limit, used: proc_status("VmSize:").unwrap_or(0) })
 }
 
-/// An entry of this process's `/proc/self/status` in bytes, if the file exists.
-pub fn proc_status(key: &str) -> Option<u64> {
-    parse_status(&read_to_string("/proc/self/status").ok()?, key)
-}
-
-/// An entry of `/proc/self/status` in bytes: `VmSize:` is the address space in use, `VmRSS:` the resident memory and
-/// `VmHWM:` its peak.
-fn parse_status(status: &str, key: &str) -> Option<u64> {
-    let kilobytes = status.lines().find_map(|line| line.strip_prefix(key)?.strip_suffix("kB"));
-    Some(kilobytes?.trim().parse::<u64>().ok()? * 1024)
-}
-
 #[cfg(not(unix))]
 fn address_space() -> Option<AddressSpace> {
     None
@@ -390,14 +380,6 @@ mod tests {
         }
         let found = cgroup_limits(CgroupVersion::V1, &inner, mount.path());
         assert_eq!(found.iter().map(Cgroup::remaining).collect::<Vec<_>>(), [800, 50]);
-    }
-
-    #[test]
-    fn addresses_and_memory_in_use_are_read() {
-        let status = "Name:\tx\nVmPeak:\t 9 kB\nVmSize:\t    1234 kB\nVmRSS:\t 8 kB\n";
-        assert_eq!(parse_status(status, "VmSize:"), Some(1234 * 1024));
-        assert_eq!(parse_status(status, "VmRSS:"), Some(8192));
-        assert_eq!(parse_status("", "VmSize:"), None);
     }
 
     #[test]

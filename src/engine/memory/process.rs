@@ -6,12 +6,13 @@
 //! mapped depends on what ran before and on how the page cache holds the executable; while training runs,
 //! [`resident_limit`] keeps them within their part.
 
+use super::page_pool::PAGE;
 use super::resident_limit::{self, ResidentLimit};
-use super::{measure, pressure, probe};
+use super::{measure, pressure};
+use crate::base::proc_status::proc_status;
 
-/// Fraction of the program's code, in 64ths, that may be resident: what training, evaluation and checkpoints run. Code
-/// of the dev profile is less dense: it is optimized less, and not across units.
-const RESIDENT_CODE_64THS: u64 = if cfg!(debug_assertions) { 29 } else { 28 };
+/// Fraction of the program's code, in 64ths, that may be resident: what training, evaluation and checkpoints run.
+const RESIDENT_CODE_64THS: u64 = if cfg!(debug_assertions) { 29 } else { 31 };
 
 /// Stack and thread-local memory that a thread touches: one that computes, besides the buffers of kernels, and one that
 /// loads data, which decodes images.
@@ -25,8 +26,8 @@ const FRAGMENTATION_BYTES: u64 = 4 << 19;
 /// The process part is rounded up to this, so that `trainer plan` and the run, which measures again, mostly agree.
 const GRANULARITY: u64 = 1 << 19;
 
-/// How far the kernel's RSS counters may lag: it folds in the per-thread page counts only now and then.
-const RSS_COUNTER_LAG: u64 = 1 << 18;
+/// Pages that Linux counts on a CPU before it adds them to the RSS of a process; twice the CPUs if that is more.
+const RSS_BATCH_PAGES: u64 = 32;
 
 /// Fixes the process part, for tests that compare plans byte by byte.
 const FIXED_BYTES_VAR: &str = "TRAINER_PROCESS_BYTES";
@@ -60,6 +61,12 @@ impl ThreadStacks {
     }
 }
 
+/// How far the kernel's count of resident memory may lag: each CPU is up to a batch of pages off, up or down, so that
+/// the sum grows with the root of their number.
+fn rss_lag(cpus: u64) -> u64 {
+    RSS_BATCH_PAGES.max(2 * cpus) * PAGE as u64 * (2 * cpus).isqrt()
+}
+
 impl ProcessMemory {
     /// Returns freed memory to the system and measures this process, which will touch these stacks. `leftover_heap`:
     /// live heap that no reservation covers. All zero if the system does not report its memory.
@@ -68,12 +75,13 @@ impl ProcessMemory {
             return Self { non_heap: fixed, ..Self::default() };
         }
         pressure::release_to_os();
-        let preparation_peak = (measure::resident_peak() + RSS_COUNTER_LAG).next_multiple_of(GRANULARITY);
+        let cpus = std::thread::available_parallelism().map_or(1, |cpus| cpus.get() as u64);
+        let preparation_peak = (measure::resident_peak() + rss_lag(cpus)).next_multiple_of(GRANULARITY);
         let code = resident_limit::drop_code() * RESIDENT_CODE_64THS / 64;
-        let Some(resident) = probe::proc_status("VmRSS:") else { return Self::default() };
+        let Some(resident) = proc_status("VmRSS:") else { return Self::default() };
         let later = code + FRAGMENTATION_BYTES + stacks.bytes();
         let non_heap = (resident.saturating_sub(measure::live_bytes()) + later).next_multiple_of(GRANULARITY);
-        let max_file_rss = probe::proc_status("RssFile:").map_or(0, |file| file + code);
+        let max_file_rss = proc_status("RssFile:").map_or(0, |file| file + code);
         Self { non_heap, preparation_peak, leftover_heap, max_file_rss }
     }
 

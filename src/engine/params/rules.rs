@@ -31,7 +31,7 @@ pub enum RulesError {
     AllFrozen,
     #[error(
         "`[prune]` finds nothing to prune: no weight of a linear layer or convolution is trained, not in `prune.skip` and \
-         of the structure, which for \"2:4\" needs a multiple of four inputs"
+         of the structure, which for \"2:4\" needs a multiple of four inputs; shorten `prune.skip` or `train.freeze`"
     )]
     NothingPruned,
     #[error(

@@ -3,9 +3,10 @@
 
 use super::context::RunContext;
 use crate::base::Phase;
+use crate::base::proc_status::proc_status;
 use crate::events::event::{Event, MemoryBytes};
 use crate::memory::pressure::{self, PressureAction, PressureMonitor, PressureReading};
-use crate::memory::{Oom, RefusedBy, measure, probe};
+use crate::memory::{Oom, RefusedBy, measure};
 use crate::planner::{ExecutionPlan, MemoryPlan, correction, ladder};
 use crate::train::Failure;
 use crate::train::postmortem::OomAttempt;
@@ -180,7 +181,7 @@ impl MemoryControl {
     fn host_usage(&self, ctx: &RunContext, heap: u64) -> u64 {
         let non_heap = ctx.setup.process.non_heap;
         // If the process is not planned, its resident memory says nothing about the plan.
-        let resident = probe::proc_status("VmRSS:").filter(|_| non_heap > 0).unwrap_or(0);
+        let resident = proc_status("VmRSS:").filter(|_| non_heap > 0).unwrap_or(0);
         let unplanned = if resident > self.plan.peak.ram_bytes { resident } else { 0 };
         (heap + non_heap).max(unplanned)
     }

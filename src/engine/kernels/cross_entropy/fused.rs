@@ -166,8 +166,8 @@ unsafe extern "C" {
 
 #[cfg(test)]
 mod tests {
-    use super::super::IGNORE_INDEX;
     use super::*;
+    use crate::base::features::IGNORE_INDEX;
     use crate::kernels::cuda::device_of;
     use crate::kernels::metric_sums::MetricSums;
     use crate::kernels::metric_sums::gpu::RowMetrics;

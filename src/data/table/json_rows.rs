@@ -1,0 +1,401 @@
+//! JSON tables: objects, one after the other or in an array. Each becomes a row of quoted fields, so that the rest of
+//! the table code sees text.
+//!
+//! The columns are the fields of the first records in alphabetical order; nested fields are joined by points, as in
+//! `user.age`, and the values of a list are numbered, as in `embedding.0`. A list of texts is one
+//! column, as JSON: it may be the labels of the record. A file is read once, from its beginning, in
+//! memory bounded by the longest record.
+
+use std::collections::{BTreeSet, HashMap};
+use std::io::Read;
+use std::path::{Path, PathBuf};
+
+use serde_json::Value;
+
+use super::dialect::MAX_ROW_BYTES;
+use super::inference::SAMPLE_ROWS;
+use crate::DataError;
+use crate::files::{self, read_error};
+
+/// Bytes per read.
+const READ_BYTES: usize = 256 << 10;
+/// Maximum columns; a list of a million values is not a row of a table.
+const MAX_COLUMNS: usize = 100_000;
+
+/// Reads the records of a file as rows of text.
+pub struct JsonRows {
+    records: JsonRecords,
+    pub names: Vec<String>,
+    /// Columns that hold lists of texts.
+    pub text_lists: Vec<usize>,
+    /// Index of each column; lookup only.
+    columns: HashMap<String, usize>,
+    cells: Vec<Option<String>>,
+    /// Columns that the record has.
+    is_set: Vec<bool>,
+    row: Vec<u8>,
+}
+
+impl JsonRows {
+    /// Opens `file` and finds its columns.
+    pub fn open(file: &Path) -> Result<Self, DataError> {
+        let (mut names, mut lists, mut empty) = (BTreeSet::new(), BTreeSet::new(), BTreeSet::new());
+        let mut sample = JsonRecords::open(file)?;
+        for _ in 0..SAMPLE_ROWS {
+            let Some((_, value)) = sample.next()? else { break };
+            flatten(String::new(), value, &mut |name, _, kind| match kind {
+                CellKind::EmptyList => drop(empty.insert(name)),
+                CellKind::TextList => {
+                    lists.insert(name.clone());
+                    names.insert(name);
+                }
+                CellKind::Value => drop(names.insert(name)),
+            });
+            if names.len() > MAX_COLUMNS {
+                return Err(DataError::Table {
+                    file: file.to_owned(),
+                    place: String::new(),
+                    problem: format!("its records have more than {MAX_COLUMNS} fields"),
+                    hint: "store long lists in Parquet or in a file of their own",
+                });
+            }
+        }
+        // An empty list is one of texts unless other records say what it holds.
+        for name in empty {
+            let first = format!("{name}.0");
+            if !names.contains(&first) {
+                lists.insert(name.clone());
+                names.insert(name);
+            }
+        }
+        let names: Vec<String> = names.into_iter().collect();
+        let text_lists = (0..names.len()).filter(|i| lists.contains(&names[*i])).collect();
+        let columns = names.iter().cloned().zip(0..).collect();
+        let (cells, is_set) = (vec![None; names.len()], vec![false; names.len()]);
+        let records = JsonRecords::open(file)?;
+        Ok(Self { records, names, text_lists, columns, cells, is_set, row: Vec::new() })
+    }
+
+    /// The next record as a row, and the number of its first line, from 1.
+    pub fn next(&mut self) -> Result<Option<(u64, &[u8])>, DataError> {
+        let Some((line, value)) = self.records.next()? else { return Ok(None) };
+        self.cells.fill(None);
+        self.is_set.fill(false);
+        let (mut unknown, mut twice) = (None, None);
+        flatten(String::new(), value, &mut |name, cell, kind| match self.columns.get(&name) {
+            Some(column) if std::mem::replace(&mut self.is_set[*column], true) => twice = Some(name),
+            Some(column) => self.cells[*column] = cell,
+            None if kind == CellKind::EmptyList => {}
+            None => unknown = unknown.take().or(Some(name)),
+        });
+        if let Some(name) = twice {
+            return Err(DataError::Table {
+                file: self.records.file.clone(),
+                place: format!("line {line}"),
+                problem: format!(
+                    "two fields are named `{name}`: one has points in its own name, and one is nested"
+                ),
+                hint: "rename one of them",
+            });
+        }
+        if let Some(name) = unknown {
+            return Err(DataError::Table {
+                file: self.records.file.clone(),
+                place: format!("line {line}"),
+                problem: format!("field `{name}` is in none of the first {SAMPLE_ROWS} records"),
+                hint: "move a record with every field to the beginning, with null for what it lacks",
+            });
+        }
+        self.row.clear();
+        for (i, cell) in self.cells.iter().enumerate() {
+            if i > 0 {
+                self.row.push(b',');
+            }
+            if let Some(text) = cell {
+                self.row.push(b'"');
+                self.row.extend(
+                    text.bytes().flat_map(|byte| std::iter::repeat_n(byte, if byte == b'"' { 2 } else { 1 })),
+                );
+                self.row.push(b'"');
+            }
+        }
+        Ok(Some((line, &self.row)))
+    }
+}
+
+/// What a field holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum CellKind {
+    Value,
+    /// A list of texts, as JSON.
+    TextList,
+    EmptyList,
+}
+
+/// Calls `visit` with the name, the text and the kind of each value; null has no text.
+fn flatten(name: String, value: Value, visit: &mut dyn FnMut(String, Option<String>, CellKind)) {
+    let inner = |key: &str| if name.is_empty() { key.to_owned() } else { format!("{name}.{key}") };
+    match value {
+        Value::Null => visit(name, None, CellKind::Value),
+        Value::Bool(value) => visit(name, Some(value.to_string()), CellKind::Value),
+        Value::Number(number) => visit(name, Some(number.to_string()), CellKind::Value),
+        Value::String(text) => visit(name, Some(text), CellKind::Value),
+        Value::Array(values) if values.is_empty() => visit(name, Some("[]".into()), CellKind::EmptyList),
+        Value::Array(values) if values.iter().all(Value::is_string) => {
+            visit(name, Some(Value::from(values).to_string()), CellKind::TextList);
+        }
+        Value::Array(values) => {
+            values
+                .into_iter()
+                .enumerate()
+                .for_each(|(i, value)| flatten(inner(&i.to_string()), value, visit));
+        }
+        Value::Object(fields) => {
+            fields.into_iter().for_each(|(key, value)| flatten(inner(&key), value, visit))
+        }
+    }
+}
+
+/// A record whose numbers are not finite, as Python writes them, with these in quotes; `None` if there are none.
+#[cold]
+fn quote_non_finite(record: &[u8]) -> Option<Vec<u8>> {
+    const NAMES: [&[u8]; 3] = [b"NaN", b"Infinity", b"-Infinity"];
+    let (mut quoted, mut at, mut in_string, mut found) = (Vec::with_capacity(record.len()), 0, false, false);
+    while at < record.len() {
+        let name = NAMES.into_iter().find(|name| !in_string && record[at..].starts_with(name));
+        let (part, len) = match (name, record[at]) {
+            (Some(name), _) => ([b"\"", name, b"\""].concat(), name.len()),
+            (None, b'\\') if in_string => (record[at..record.len().min(at + 2)].to_vec(), 2),
+            (None, byte) => (vec![byte], 1),
+        };
+        in_string ^= name.is_none() && part == b"\"";
+        found |= name.is_some();
+        quoted.extend(part);
+        at += len;
+    }
+    found.then_some(quoted)
+}
+
+/// Reads the objects of a file, one at a time.
+struct JsonRecords {
+    file: PathBuf,
+    body: Box<dyn Read + Send>,
+    buffer: Vec<u8>,
+    position: usize,
+    eof: bool,
+    /// Line feeds before `position`.
+    line_feeds: u64,
+    started: bool,
+    in_array: bool,
+}
+
+impl JsonRecords {
+    fn open(file: &Path) -> Result<Self, DataError> {
+        Ok(Self {
+            file: file.to_owned(),
+            body: files::open(file)?,
+            buffer: Vec::new(),
+            position: 0,
+            eof: false,
+            line_feeds: 0,
+            started: false,
+            in_array: false,
+        })
+    }
+
+    fn wrong(&self, problem: String) -> DataError {
+        DataError::Table {
+            file: self.file.clone(),
+            place: format!("line {}", self.line_feeds + 1),
+            problem,
+            hint: "a table in JSON is an array of objects, or one object per line",
+        }
+    }
+
+    /// The next object and its first line.
+    fn next(&mut self) -> Result<Option<(u64, Value)>, DataError> {
+        if !self.started {
+            self.fill()?;
+            if self.buffer.starts_with(b"\xef\xbb\xbf") {
+                self.position = 3;
+            }
+            self.started = true;
+            if self.skip_space()? == Some(b'[') {
+                self.position += 1;
+                self.in_array = true;
+            }
+        }
+        loop {
+            match self.skip_space()? {
+                None if self.in_array => {
+                    return Err(self.wrong("the array is not closed: the file is truncated".into()));
+                }
+                None => return Ok(None),
+                Some(b',') if self.in_array => self.position += 1,
+                Some(b']') if self.in_array => {
+                    self.position += 1;
+                    return match self.skip_space()? {
+                        None => Ok(None),
+                        Some(_) => Err(self.wrong("there is more after the end of the array".into())),
+                    };
+                }
+                Some(b'{') => break,
+                Some(byte) => {
+                    return Err(self.wrong(format!("expected an object, found `{}`", byte.escape_ascii())));
+                }
+            }
+        }
+        let length = self.object_length()?;
+        let record = &self.buffer[self.position..self.position + length];
+        let parsed = serde_json::from_slice(record);
+        let parsed = parsed.or_else(|error| match quote_non_finite(record) {
+            Some(quoted) => serde_json::from_slice(&quoted),
+            None => Err(error),
+        });
+        let value = parsed.map_err(|error| {
+            // The position that the library reports is within the record.
+            let text = error.to_string();
+            let what = text.split(" at line ").next().unwrap_or_default();
+            self.wrong(format!("the record is not valid JSON: {what}"))
+        })?;
+        let line = self.line_feeds + 1;
+        self.line_feeds += memchr::memchr_iter(b'\n', record).count() as u64;
+        self.position += length;
+        Ok(Some((line, value)))
+    }
+
+    /// Length of the object at `position`: up to the brace that closes it.
+    fn object_length(&mut self) -> Result<usize, DataError> {
+        let (mut at, mut depth, mut quoted, mut escaped) = (0, 0usize, false, false);
+        loop {
+            while let Some(byte) = self.buffer.get(self.position + at) {
+                at += 1;
+                match byte {
+                    _ if escaped => escaped = false,
+                    b'\\' if quoted => escaped = true,
+                    b'"' => quoted = !quoted,
+                    _ if quoted => {}
+                    b'{' | b'[' => depth += 1,
+                    b'}' | b']' => {
+                        depth -= 1;
+                        if depth == 0 {
+                            return Ok(at);
+                        }
+                    }
+                    _ => {}
+                }
+            }
+            if self.eof {
+                return Err(self.wrong("the record is not closed: the file is truncated".into()));
+            }
+            if at > MAX_ROW_BYTES {
+                return Err(super::row_too_long(&self.file, self.line_feeds + 1));
+            }
+            self.fill()?;
+        }
+    }
+
+    /// The next byte that is not white space, not consumed.
+    fn skip_space(&mut self) -> Result<Option<u8>, DataError> {
+        loop {
+            while let Some(byte) = self.buffer.get(self.position) {
+                match byte {
+                    b'\n' => self.line_feeds += 1,
+                    b' ' | b'\t' | b'\r' => {}
+                    _ => return Ok(Some(*byte)),
+                }
+                self.position += 1;
+            }
+            if self.eof {
+                return Ok(None);
+            }
+            self.fill()?;
+        }
+    }
+
+    fn fill(&mut self) -> Result<(), DataError> {
+        self.buffer.drain(..std::mem::take(&mut self.position));
+        let more = self.buffer.len().max(READ_BYTES) as u64;
+        let read = (&mut self.body).take(more).read_to_end(&mut self.buffer);
+        let read = read.map_err(|error| read_error(&self.file, error))?;
+        self.eof = (read as u64) < more;
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_that_are_not_finite_are_read_as_python_writes_them() {
+        let quoted =
+            |text: &str| quote_non_finite(text.as_bytes()).map(|text| String::from_utf8(text).unwrap());
+        let record = r#"{"a": NaN, "NaN": [-Infinity, Infinity], "b": "a \" NaN"}"#;
+        let expected = r#"{"a": "NaN", "NaN": ["-Infinity", "Infinity"], "b": "a \" NaN"}"#;
+        assert_eq!(quoted(record).unwrap(), expected);
+        assert_eq!(quoted(r#"{"a": "NaN"}"#), None);
+    }
+
+    /// Column names, and rows by their line.
+    type NamedRows = (Vec<String>, Vec<(u64, String)>);
+
+    fn rows(text: &str) -> Result<NamedRows, String> {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("a.json");
+        std::fs::write(&path, text).unwrap();
+        let mut reader = JsonRows::open(&path).map_err(|error| error.to_string())?;
+        let mut found = Vec::new();
+        while let Some((line, row)) = reader.next().map_err(|error| error.to_string())? {
+            found.push((line, String::from_utf8_lossy(row).into_owned()));
+        }
+        Ok((reader.names, found))
+    }
+
+    #[test]
+    fn lines_and_arrays_are_the_same_rows() {
+        let a = r#"{"b": 1, "a": "x \"y\"\n{", "c": {"d": [1.5, null]}}"#;
+        let b = r#"{"a": null, "b": true}"#;
+        let expected = [
+            r#""x ""y""
+{","1","1.5","#,
+            r#","true",,"#,
+        ];
+        for (text, second) in
+            [(format!("\u{feff}{a}\n\n{b}\n"), 3), (format!("[{a},\n {b}]\n"), 2), (format!("{a}{b}"), 1)]
+        {
+            let (names, found) = rows(&text).unwrap();
+            assert_eq!(names, ["a", "b", "c.d.0", "c.d.1"]);
+            assert_eq!(found, [(1, expected[0].to_owned()), (second, expected[1].to_owned())], "{text}");
+        }
+    }
+
+    /// Records have as many labels as they like, and the files of a table the same columns.
+    #[test]
+    fn a_list_of_texts_is_one_column() {
+        let text = r#"{"a": 1, "tags": ["x", "y \"z\""], "v": [1, 2]}
+{"a": 2, "tags": [], "v": []}
+{"a": 3, "tags": ["x", "y", "z"], "v": [3, 4]}
+"#;
+        let (names, found) = rows(text).unwrap();
+        assert_eq!(names, ["a", "tags", "v.0", "v.1"]);
+        assert_eq!(found[0].1, r#""1","[""x"",""y \""z\""""]","1","2""#);
+        assert_eq!(found[1].1, r#""2","[]",,"#);
+        assert_eq!(rows(r#"{"tags": []}"#).unwrap().0, ["tags"]);
+    }
+
+    #[test]
+    fn what_is_no_table_is_refused_with_its_line() {
+        for (text, expected) in [
+            ("{\"a\": 1}\n[1]\n", "line 2: expected an object, found `[`"),
+            ("[{\"a\": 1}\n", "line 2: the array is not closed"),
+            ("[{\"a\": 1}] 5", "line 1: there is more after the end of the array"),
+            ("{\"a\": 1}\n{\"a\": }\n", "line 2: the record is not valid JSON: expected value"),
+            ("{\"a\": 1}\n{\"a\": {", "line 2: the record is not closed"),
+            ("a,b\n1,2\n", "line 1: expected an object, found `a`"),
+        ] {
+            let error = rows(text).unwrap_err();
+            assert!(error.contains(expected), "{error}");
+        }
+    }
+}
