@@ -9,7 +9,9 @@
 
 pub use trainer_config::{base, job};
 pub use trainer_data as data;
-pub use trainer_engine::{graph, kernels, layers, memory, metrics, models, optim, param_store, params};
+pub use trainer_engine::{
+    graph, kernels, layers, memory, metrics, models, optim, param_store, params, quantization,
+};
 
 pub mod cli;
 pub mod events;

@@ -10,7 +10,7 @@ const PACKAGES: [(&str, Option<&str>); 4] =
     [("src/config", None), ("src/data", Some("data")), ("src/engine", None), ("src", None)];
 
 /// The modules of all packages from the floor up. A module may use those before it, and itself.
-const ORDER: [&str; 22] = [
+const ORDER: [&str; 23] = [
     "base",
     "job",
     "data",
@@ -23,6 +23,7 @@ const ORDER: [&str; 22] = [
     "graph",
     "optim",
     "models",
+    "quantization",
     "planner",
     "events",
     "train",

@@ -14,15 +14,15 @@ use super::{CliError, CommonArgs, Exit, print_line, start_threads};
 use crate::base::units::Bytes;
 use crate::data::Dataset;
 use crate::data::split::DatasetSplit;
+use crate::inference::calibration::calibrate;
 use crate::inference::export::{
     ExportError, ExportFormat, ExportOptions, ExportProgress, ExportSource, ExportSummary, QuantizedType,
     RoundedWeights, Rounding, ShrunkModel, WeightDtype, compare, export, round_matrices, shrink,
 };
-use crate::inference::quantization::calibration::calibrate;
-use crate::inference::quantization::{ActivationQuantization, ClipMethod};
 use crate::inference::session::SessionOptions;
 use crate::inference::trained_model::TrainedModel;
 use crate::planner::plan::RemovedUnits;
+use crate::quantization::{ActivationQuantization, ClipMethod};
 use crate::train::Failure;
 use crate::train::datasets::inference::{Samples, TestTimeAugmentation, TrainedOn};
 

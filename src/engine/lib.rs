@@ -3,7 +3,7 @@
 //! A module depends only on those above it:
 //!
 //! ```text
-//! metrics, params -> memory -> kernels -> param_store -> layers -> graph -> optim -> models
+//! metrics, params -> memory -> kernels -> param_store -> layers -> graph -> optim -> models -> quantization
 //! ```
 
 pub use trainer_config::{base, job};
@@ -17,6 +17,7 @@ pub mod models;
 pub mod optim;
 pub mod param_store;
 pub mod params;
+pub mod quantization;
 
 /// For the tests that measure memory.
 #[cfg(test)]

@@ -10,13 +10,12 @@ use std::sync::Arc;
 
 use serde::Serialize;
 
+use super::calibration::calibrate;
 use super::evaluate::evaluate;
 use super::export::{
     ExportError, ExportFormat, ExportOptions, ExportSource, NoExportProgress, QuantizedType, Rounding,
     export, read_back, shrink, write_variant,
 };
-use super::quantization::calibration::calibrate;
-use super::quantization::{ActivationPoints, ClipMethod};
 use super::session::SessionOptions;
 use super::trained_model::TrainedModel;
 use crate::data::Dataset;
@@ -25,6 +24,7 @@ use crate::kernels::low_rank;
 use crate::metrics::task::TaskMetrics;
 use crate::models;
 use crate::params::MatrixLayer;
+use crate::quantization::{ActivationPoints, ClipMethod};
 use crate::train::Failure;
 use crate::train::low_rank::{LowRankError, Spectra};
 

@@ -12,11 +12,11 @@ use std::path::Path;
 use serde_json::Value;
 
 use super::export::{ExportFormat, ExportOptions, ExportSource, QuantizedType, Rounding, read_back};
-use super::quantization::ActivationPoints;
 use super::trained_model::{Origin, TrainedModel, with_sets};
 use crate::base::regular_file;
 use crate::data::preprocessing::Preprocessing;
 use crate::job::{Job, ModelConfig};
+use crate::quantization::ActivationPoints;
 use crate::train::Failure;
 use crate::train::checkpoint::{MODEL, PREPROCESSING};
 

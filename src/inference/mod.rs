@@ -3,13 +3,13 @@
 //! Takes a run, a checkpoint or an exported folder ([`trained_model`]), loads its weights within a memory budget
 //! ([`session`]) and computes. Shares the network, the walk and the ledger with training.
 
+pub mod calibration;
 pub mod compress;
 pub mod evaluate;
 pub mod export;
 mod exported_model;
 pub mod generate;
 pub mod predict;
-pub mod quantization;
 pub mod session;
 pub mod trained_model;
 mod view_mean;

@@ -7,7 +7,6 @@ use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor};
 
-use super::quantization::{ActivationPoints, input_products, points};
 use super::trained_model::TrainedModel;
 use crate::base::features::Features;
 use crate::base::units::Bytes;
@@ -29,6 +28,7 @@ use crate::params::{ParamLayout, ParamRules};
 use crate::planner::estimate::{
     GEMM_WORKSPACE_BYTES, PROGRAM_HEAP_BYTES, SMALL_ALLOCATION_BYTES, batch_bytes, staging_bytes,
 };
+use crate::quantization::{ActivationPoints, input_products, points};
 use crate::train::Failure;
 use crate::train::engine::Ledgers;
 use crate::train::run::ended_early;

@@ -8,11 +8,11 @@ use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
 use super::exported_model;
-use super::quantization::ActivationPoints;
 use crate::base::features::Features;
 use crate::base::regular_file;
 use crate::data::preprocessing::Preprocessing;
 use crate::job::{Job, SourceConfig};
+use crate::quantization::ActivationPoints;
 use crate::train::Failure;
 use crate::train::checkpoint::{self, CheckpointState, Checkpoints};
 use crate::train::run_dir::RunDir;

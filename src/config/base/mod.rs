@@ -11,6 +11,7 @@ pub mod random;
 pub mod regular_file;
 pub mod role;
 pub mod units;
+pub mod words;
 
 pub use backend::{Backend, ComputeCapability, HOPPER, MicroBatchSpec};
 pub use memory_space::MemorySpace;

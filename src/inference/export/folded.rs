@@ -11,8 +11,6 @@ use super::ExportSource;
 use super::error::ExportError;
 use super::weights::{TensorMapping, Transform, WeightFiles};
 use crate::graph::network::{Network, Node};
-use crate::inference::quantization::AffineQuantization;
-use crate::inference::quantization::points::{INPUT, QuantizationPoint};
 use crate::kernels::im2col::ConvGeometry;
 use crate::kernels::linear::WeightLayout;
 use crate::kernels::pool::PoolGeometry;
@@ -29,6 +27,8 @@ use crate::layers::group_norm::GroupNorm;
 use crate::layers::linear::Linear;
 use crate::layers::max_pool::MaxPool;
 use crate::params::{ParamId, ParamLayout, StatId, TensorSpec};
+use crate::quantization::AffineQuantization;
+use crate::quantization::points::{INPUT, QuantizationPoint};
 
 /// What an operator computes.
 pub(super) enum Op<'a> {

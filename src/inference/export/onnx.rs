@@ -30,9 +30,9 @@ use super::folder::ExportFolder;
 use super::weights::{TensorMapping, WeightFiles};
 use super::{ExportOptions, ExportProgress, ExportSource, description};
 use crate::base::features::{InputSpec, TargetSpec};
-use crate::inference::quantization::blocks::BLOCK;
 use crate::job::ModelConfig;
 use crate::models::BuiltModel;
+use crate::quantization::blocks::BLOCK;
 
 /// Names of the graph's inputs and outputs.
 const TOKENS: &str = "input_ids";

@@ -6,9 +6,9 @@ use std::str::FromStr;
 use super::error::ExportError;
 use super::gguf::Quantization;
 use super::weights::WeightDtype;
-use crate::inference::quantization::ClipMethod;
-use crate::inference::quantization::blocks::BlockBits;
+use crate::base::words::{UnknownWord, by_name};
 pub(super) use crate::job::INT8_KINDS;
+use crate::quantization::blocks::BlockBits;
 
 /// The files to export to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -54,21 +54,6 @@ impl ExportFormat {
     }
 }
 
-/// A word that names no option.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("`{word}` is none of {}", expected.join(", "))]
-pub struct UnknownWord {
-    word: String,
-    expected: Vec<&'static str>,
-}
-
-/// The option called `word` among `all`.
-fn by_name<T: Copy>(word: &str, all: &[T], name: impl Fn(T) -> &'static str) -> Result<T, UnknownWord> {
-    let unknown =
-        || UnknownWord { word: word.to_owned(), expected: all.iter().map(|one| name(*one)).collect() };
-    all.iter().copied().find(|one| name(*one) == word).ok_or_else(unknown)
-}
-
 impl FromStr for ExportFormat {
     type Err = UnknownWord;
 
@@ -90,14 +75,6 @@ impl FromStr for QuantizedType {
 
     fn from_str(word: &str) -> Result<Self, UnknownWord> {
         by_name(word, &Self::all(), Self::name)
-    }
-}
-
-impl FromStr for ClipMethod {
-    type Err = UnknownWord;
-
-    fn from_str(word: &str) -> Result<Self, UnknownWord> {
-        by_name(word, &Self::ALL, Self::name)
     }
 }
 

@@ -17,11 +17,6 @@ use super::weights::{TensorMapping, WeightDtype, WeightFiles};
 use super::{ExportError, ExportFormat, ExportOptions, ExportSource, gguf, mappings, safetensors_file};
 use crate::data::Dataset;
 use crate::graph::network::{Network, Node};
-use crate::inference::quantization::ActivationPoints;
-use crate::inference::quantization::blocks::{self, BlockBits, BlockLayout};
-use crate::inference::quantization::gptq::{self, DAMPING, InverseFactor};
-use crate::inference::quantization::grid::{BlockGrid, BlockScale};
-use crate::inference::quantization::input_products::InputProducts;
 use crate::inference::session::{BlockInput, PassOutput, Session, SessionOptions};
 use crate::inference::trained_model::TrainedModel;
 use crate::job::ModelConfig;
@@ -31,6 +26,11 @@ use crate::layers::linear::Linear;
 use crate::layers::packed_linear::PackedLinear;
 use crate::models::BuiltModel;
 use crate::params::{ParamLayout, TensorSpec, TensorUse};
+use crate::quantization::ActivationPoints;
+use crate::quantization::blocks::{self, BlockBits, BlockLayout};
+use crate::quantization::gptq::{self, DAMPING, InverseFactor};
+use crate::quantization::grid::{BlockGrid, BlockScale};
+use crate::quantization::input_products::InputProducts;
 use crate::train::Failure;
 
 /// The scales of the blocks of each rounded parameter, (outputs, blocks of an output).

@@ -6,13 +6,13 @@ use super::check_largest;
 use super::error::ExportError;
 use super::safetensors_file::{self, TensorHeader};
 use super::weights::{WeightDtype, WeightFiles, all_specs};
-use crate::inference::quantization::ActivationPoints;
 use crate::inference::trained_model::TrainedModel;
 use crate::job::{Reductions, UnitCounts};
 use crate::models::{self, LossOptions};
 use crate::params::units::{ValueOrder, gather_kept};
 use crate::params::{ParamLayout, ParamRules, TensorSpec, UnitGroup};
 use crate::planner::plan::RemovedUnits;
+use crate::quantization::ActivationPoints;
 use crate::train::Failure;
 
 /// A model without its pruned units.

@@ -7,8 +7,8 @@ use std::path::Path;
 use half::{bf16, f16};
 
 use super::error::ExportError;
-use crate::inference::quantization::blocks::BlockLayout;
 use crate::params::{ParamLayout, TensorSpec};
+use crate::quantization::blocks::BlockLayout;
 use crate::train::tensor_reader::{TensorReader, is_float};
 
 /// A safetensors file of which one tensor at a time is in memory.

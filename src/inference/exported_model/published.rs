@@ -10,9 +10,9 @@ use super::{CONFIG, read_json, unusable};
 use crate::base::features::{Features, InputSpec, TargetSpec};
 use crate::data::language::tokenizer::settings_beside;
 use crate::data::preprocessing::Preprocessing;
-use crate::inference::quantization::ActivationPoints;
 use crate::inference::trained_model::{Origin, TrainedModel};
 use crate::job::{GptConfig, Job, LlamaConfig, ModelConfig};
+use crate::quantization::ActivationPoints;
 use crate::train::Failure;
 use crate::train::checkpoint::{MODEL, TOKENIZER};
 

@@ -3,7 +3,7 @@
 use candle_core::quantized::GgmlDType;
 use half::f16;
 
-use crate::inference::quantization::grid::{BlockGrid, BlockScale};
+use crate::quantization::grid::{BlockGrid, BlockScale};
 
 /// The grid of a type; `None` for floats and for blocks whose scales are quantized too.
 pub(in super::super) fn grid(dtype: GgmlDType) -> Option<BlockGrid> {

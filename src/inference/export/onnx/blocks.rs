@@ -6,8 +6,8 @@ use super::super::error::ExportError;
 use super::super::weights::{TensorMapping, WeightDtype, WeightFiles};
 use super::file::{Initializer, scale_name};
 use super::proto::{FLOAT, INT4, INT8};
-use crate::inference::quantization::blocks::{self, BlockBits, BlockLayout};
-use crate::inference::quantization::grid::BlockScale;
+use crate::quantization::blocks::{self, BlockBits, BlockLayout};
+use crate::quantization::grid::BlockScale;
 
 /// An initializer, and the weight it comes from.
 pub(super) enum BlockTensor<'a> {

@@ -21,7 +21,7 @@ use super::proto::{
     MODEL_GRAPH, Model, TENSOR_DATA_TYPE, TENSOR_EXTERNAL_DATA, TENSOR_NAME, TENSOR_RAW_DATA,
 };
 use crate::base::regular_file;
-use crate::inference::quantization::{AffineQuantization, blocks};
+use crate::quantization::{AffineQuantization, blocks};
 
 pub(super) const MODEL: &str = "model.onnx";
 const EXTERNAL_DATA: &str = "model.onnx.data";

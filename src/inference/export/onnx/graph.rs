@@ -3,11 +3,11 @@
 use super::super::weights::{TensorMapping, Transform, WeightDtype};
 use super::file::{scale_name, zero_point_name};
 use super::proto::{Attribute, FLOAT, INT8, INT64, Node, Tensor};
-use crate::inference::quantization::AffineQuantization;
-use crate::inference::quantization::blocks::{self, BlockBits};
 use crate::kernels::Activation;
 use crate::layers::group_norm;
 use crate::params::TensorSpec;
+use crate::quantization::AffineQuantization;
+use crate::quantization::blocks::{self, BlockBits};
 
 /// Nodes are named after the layer that they belong to.
 pub(super) struct GraphBuilder {

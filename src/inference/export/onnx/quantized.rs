@@ -8,7 +8,7 @@ use super::file::{Initializer, scale_name};
 use super::graph::GraphBuilder;
 use super::layers::{conv_attributes, window};
 use super::proto::{Attribute, FLOAT, INT8, INT32};
-use crate::inference::quantization::{quantize_bias, quantize_rows};
+use crate::quantization::{quantize_bias, quantize_rows};
 
 /// A tensor of quantized weights.
 pub(super) struct QuantizedWeight {

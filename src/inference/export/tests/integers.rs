@@ -8,8 +8,8 @@ use super::super::*;
 use super::case::{BATCH, CASES, Case};
 use super::check_onnx_order;
 use crate::base::random::{RngKey, stream_id};
-use crate::inference::quantization::ClipMethod;
-use crate::inference::quantization::points::Observers;
+use crate::quantization::ClipMethod;
+use crate::quantization::points::Observers;
 
 fn values(tensor: &Tensor) -> Vec<f32> {
     tensor.flatten_all().unwrap().to_vec1().unwrap()

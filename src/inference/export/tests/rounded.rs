@@ -4,9 +4,9 @@ use candle_core::quantized::GgmlDType;
 
 use super::case::{CASES, Case};
 use super::*;
-use crate::inference::quantization::blocks::BlockBits;
-use crate::inference::quantization::grid::BlockGrid;
 use crate::params::TensorUse;
+use crate::quantization::blocks::BlockBits;
+use crate::quantization::grid::BlockGrid;
 
 /// Rounds the weights of the case's linear layers to `grid`, with a scale that rounding again would not choose.
 fn round(case: &mut Case, grid: BlockGrid) -> BTreeMap<String, Vec<f32>> {

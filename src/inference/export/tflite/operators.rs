@@ -11,11 +11,11 @@ use super::schema::{
     Field, GATHER, GELU, INT8, INT32, LOGISTIC, MAX_POOL_2D, MEAN, MUL, OperatorInfo, Options, PAD, PADV2,
     QUANTIZE, RELU, RELU6, RESHAPE, RSQRT, SPLIT_V, SUB, TANH, TRANSPOSE, TensorInfo, TensorQuantization,
 };
-use crate::inference::quantization::{AffineQuantization, quantize_bias, quantize_rows};
 use crate::kernels::im2col::ConvGeometry;
 use crate::kernels::pool::PoolGeometry;
 use crate::kernels::{Activation, ClampActivation};
 use crate::layers::group_norm;
+use crate::quantization::{AffineQuantization, quantize_bias, quantize_rows};
 
 /// A padding of the runtime.
 const SAME: i8 = 0;

@@ -8,7 +8,7 @@ use super::super::error::ExportError;
 use super::super::weights::{TensorMapping, WeightDtype};
 use super::schema::{FLOAT32, INT8, INT32, TensorQuantization};
 use crate::base::regular_file;
-use crate::inference::quantization::AffineQuantization;
+use crate::quantization::AffineQuantization;
 
 /// A table, by its position in the file.
 #[derive(Clone, Copy)]

@@ -2,8 +2,6 @@
 
 use std::sync::Arc;
 
-use super::points::{self, Observers};
-use super::{ActivationPoints, ActivationQuantization, AffineQuantization, ClipMethod};
 use crate::data::Dataset;
 use crate::inference::session::{PassOutput, Session, SessionOptions};
 use crate::inference::trained_model::TrainedModel;
@@ -11,6 +9,8 @@ use crate::job::Reductions;
 use crate::kernels::fake_quantize::RANGE_LEN;
 use crate::models;
 use crate::params::activation_range_name;
+use crate::quantization::points::{self, Observers};
+use crate::quantization::{ActivationPoints, ActivationQuantization, AffineQuantization, ClipMethod};
 use crate::train::Failure;
 use crate::train::tensor_reader::TensorReader;
 

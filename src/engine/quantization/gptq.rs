@@ -141,7 +141,7 @@ fn round_rows(
 mod tests {
     use super::*;
     use crate::base::random::{RngKey, stream_id};
-    use crate::inference::quantization::blocks::BlockBits;
+    use crate::quantization::blocks::BlockBits;
 
     /// Inputs (samples, inputs) that depend on each other, their products, and weights.
     fn layer(seed: u64, samples: usize, inputs: usize, outputs: usize) -> (Vec<f32>, Vec<f32>, Vec<f32>) {

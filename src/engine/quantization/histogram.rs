@@ -1,6 +1,9 @@
 //! The distribution of an activation over the samples of a calibration, and the range that represents it best.
 
+use std::str::FromStr;
+
 use super::AffineQuantization;
+use crate::base::words::{UnknownWord, by_name};
 
 /// How the range of an activation is chosen.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -22,6 +25,14 @@ impl ClipMethod {
             Self::Percentile => "percentile",
             Self::MinMax => "minmax",
         }
+    }
+}
+
+impl FromStr for ClipMethod {
+    type Err = UnknownWord;
+
+    fn from_str(word: &str) -> Result<Self, UnknownWord> {
+        by_name(word, &Self::ALL, Self::name)
     }
 }
 

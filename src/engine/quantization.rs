@@ -6,7 +6,6 @@
 //! matrices to the blocks of a format, by the [`input_products`] of their layers.
 
 pub mod blocks;
-pub mod calibration;
 pub mod gptq;
 pub mod grid;
 mod histogram;
