@@ -3,7 +3,7 @@
 //! On the CPU this is a copy. To a GPU, batches go over a copy stream of their own (`gpu`), through staging buffers
 //! that are reserved in the ledgers for the first batch, and again for one that does not fit them.
 
-#[cfg(feature = "cuda")]
+#[cfg_attr(not(feature = "cuda"), path = "staging/no_gpu.rs")]
 mod gpu;
 
 use candle_core::{DType, Device, Tensor};
@@ -17,7 +17,6 @@ use crate::kernels::pixel_lut;
 pub struct BatchStaging {
     /// Dtype in which the network takes floats.
     dtype: DType,
-    #[cfg(feature = "cuda")]
     gpu: Option<gpu::GpuStaging>,
 }
 
@@ -31,24 +30,16 @@ struct BatchSpec {
 impl BatchStaging {
     /// For a network that takes floats as `dtype` on `device`.
     pub fn new(dtype: DType, device: &Device, ledgers: &Ledgers) -> Self {
-        let _ = (ledgers, device);
-        Self {
-            dtype,
-            #[cfg(feature = "cuda")]
-            gpu: gpu::GpuStaging::new(device, ledgers),
-        }
+        Self { dtype, gpu: gpu::GpuStaging::new(device, ledgers) }
     }
 
     /// Frees the staging buffers held for later batches.
     pub fn clear(&self) {
-        #[cfg(feature = "cuda")]
         self.gpu.iter().for_each(gpu::GpuStaging::clear);
     }
 
     /// Reserves staging buffers for a batch: for the first one, and for one that does not fit them.
     pub fn reserve_buffers(&self, batch: &data::HostBatch, features: &Features) -> Result<(), StepError> {
-        let _ = (batch, features);
-        #[cfg(feature = "cuda")]
         self.gpu.iter().try_for_each(|gpu| gpu.reserve_buffers(batch, self.batch_spec(batch, features)))?;
         Ok(())
     }
@@ -56,7 +47,6 @@ impl BatchStaging {
     /// The tensors of a batch, with samples cut to the length of `features`.
     pub fn to_tensors(&self, batch: &data::HostBatch, features: &Features) -> Result<DeviceBatch, StepError> {
         let spec = self.batch_spec(batch, features);
-        #[cfg(feature = "cuda")]
         if let Some(gpu) = &self.gpu {
             return gpu.to_tensors(batch, spec);
         }

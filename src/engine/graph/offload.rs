@@ -3,7 +3,7 @@
 //! An input is copied out while its block computes, and back while the next block's backward computes. Its host bytes
 //! are reserved from the host ledger. On the CPU, and in a dry run, nothing is copied and only the reservation is made.
 
-use candle_core::{Result, Tensor};
+use candle_core::{Device, Result, Tensor};
 use serde::Serialize;
 
 use super::network::StepError;
@@ -13,15 +13,16 @@ use crate::memory::{Ledger, Reservation};
 /// Owner of the pinned host buffers and the host ledger.
 pub struct ActivationOffload {
     host_ledger: Ledger,
-    #[cfg(feature = "cuda")]
     pool: Option<gpu::PinnedPool>,
 }
 
 /// An activation that was offloaded.
 pub enum OffloadedTensor {
     /// Nothing was copied: it is only accounted for.
-    Resident { value: Option<Tensor>, _reservation: Reservation },
-    #[cfg(feature = "cuda")]
+    Resident {
+        value: Option<Tensor>,
+        _reservation: Reservation,
+    },
     Pinned(gpu::PinnedTensor),
 }
 
@@ -36,7 +37,6 @@ pub struct CopySpeed {
 /// reads or writes.
 #[derive(Default)]
 pub struct PendingCopy {
-    #[cfg(feature = "cuda")]
     _copy: Option<gpu::InFlightCopy>,
 }
 
@@ -48,21 +48,15 @@ impl PendingCopy {
 impl ActivationOffload {
     /// Copies nothing, and still reserves from `host_ledger`.
     pub fn accounting_only(host_ledger: Ledger) -> Self {
-        Self {
-            host_ledger,
-            #[cfg(feature = "cuda")]
-            pool: None,
-        }
+        Self { host_ledger, pool: None }
     }
 
     /// For a device, which may be the CPU.
-    pub fn new(host_ledger: Ledger, device: &candle_core::Device) -> Result<Self> {
-        #[cfg(feature = "cuda")]
-        if let candle_core::Device::Cuda(cuda) = device {
-            return Ok(Self { host_ledger, pool: Some(gpu::PinnedPool::new(cuda)?) });
+    pub fn new(host_ledger: Ledger, device: &Device) -> Result<Self> {
+        match device {
+            Device::Cuda(cuda) => Ok(Self { host_ledger, pool: Some(gpu::PinnedPool::new(cuda)?) }),
+            _ => Ok(Self::accounting_only(host_ledger)),
         }
-        let _ = device;
-        Ok(Self::accounting_only(host_ledger))
     }
 
     /// Starts copying `value`, of this many bytes, to the host. The caller may free it once the copy is dropped.
@@ -72,7 +66,6 @@ impl ActivationOffload {
         bytes: u64,
     ) -> std::result::Result<(OffloadedTensor, PendingCopy), StepError> {
         let reserve = || self.host_ledger.reserve(Role::Activations, "inputs of blocks", bytes);
-        #[cfg(feature = "cuda")]
         if let (Some(pool), Some(value)) = (&self.pool, value) {
             return pool.copy_to_host(value, reserve);
         }
@@ -89,13 +82,11 @@ impl ActivationOffload {
         tensors: &Ledger,
         bytes: u64,
     ) -> std::result::Result<Option<CopySpeed>, StepError> {
-        #[cfg(feature = "cuda")]
         if let Some(pool) = &self.pool {
             let _host = self.host_ledger.reserve(Role::Activations, "inputs of blocks", bytes)?;
             let _device = tensors.reserve(Role::Activations, "inputs of blocks", bytes)?;
             return Ok(Some(pool.measure_copies(bytes as usize)?));
         }
-        let _ = (tensors, bytes);
         Ok(None)
     }
 
@@ -103,20 +94,17 @@ impl ActivationOffload {
     pub fn copy_to_device(&self, offloaded: OffloadedTensor) -> Result<(Option<Tensor>, PendingCopy)> {
         match offloaded {
             OffloadedTensor::Resident { value, .. } => Ok((value, PendingCopy::default())),
-            #[cfg(feature = "cuda")]
             OffloadedTensor::Pinned(pinned) => pinned.copy_to_device(),
         }
     }
 }
 
-#[cfg(feature = "cuda")]
 mod gpu {
     use std::cell::RefCell;
     use std::rc::Rc;
     use std::time::Instant;
 
-    use candle_core::cuda_backend::CudaDevice;
-    use candle_core::{DType, Result, Shape, Tensor};
+    use candle_core::{CudaDevice, DType, Result, Shape, Tensor};
 
     use super::{CopySpeed, OffloadedTensor, PendingCopy, Reservation, StepError};
     use crate::kernels::cuda::copy_streams::{CopyStreams, PinnedBuffer, StreamEvent};

@@ -32,7 +32,7 @@ pub mod class_token;
 pub mod conv;
 pub mod cpu;
 pub mod cross_entropy;
-#[cfg(feature = "cuda")]
+#[cfg_attr(not(feature = "cuda"), path = "no_cuda.rs")]
 pub mod cuda;
 pub mod depthwise;
 pub mod dispatch;

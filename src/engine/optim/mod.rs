@@ -23,7 +23,6 @@ pub struct Optimizer {
     pub rule: Rule,
     state: Vec<(&'static str, Tensor)>,
     /// The pinned memory behind the buffers, if the state is offloaded from a GPU.
-    #[cfg(feature = "cuda")]
     offloaded: Option<offload::OffloadedState>,
 }
 
@@ -99,7 +98,6 @@ impl Optimizer {
     /// `offload_state`: keeps the state in host memory, if the rule supports it and the weights are on a GPU.
     pub fn new(rule: &Rule, store: &ParamStore, offload_state: bool) -> Result<Self> {
         let (buffers, master) = (state_buffers(rule, &store.layout.params), &store.master_weights);
-        #[cfg(feature = "cuda")]
         if let (true, Some(device)) =
             (offload_state && offload::is_supported(rule), crate::kernels::cuda::device_of(master))
         {
@@ -108,7 +106,6 @@ impl Optimizer {
             let state = buffers.iter().map(|(name, ..)| *name).zip(offloaded.host_tensors()).collect();
             return Ok(Self { rule: rule.clone(), state, offloaded: Some(offloaded) });
         }
-        let _ = offload_state;
         let make = |(name, dtype, len): StateBuffer| {
             let dtype = if dtype == DType::F32 { master.dtype() } else { dtype };
             Ok((name, Tensor::zeros(len, dtype, master.device())?))
@@ -116,21 +113,18 @@ impl Optimizer {
         Ok(Self {
             rule: rule.clone(),
             state: buffers.into_iter().map(make).collect::<Result<_>>()?,
-            #[cfg(feature = "cuda")]
             offloaded: None,
         })
     }
 
     /// The state buffers by name, for checkpoints. Waits until the last update has written them.
     pub fn state(&self) -> Result<&[(&'static str, Tensor)]> {
-        #[cfg(feature = "cuda")]
         self.offloaded.as_ref().map_or(Ok(()), offload::OffloadedState::synchronize)?;
         Ok(&self.state)
     }
 
     /// Updates the weights and zeroes the gradients, in one pass.
     pub fn update(&mut self, store: &ParamStore, step: OptimizerStep) -> Result<()> {
-        #[cfg(feature = "cuda")]
         if let Some(offloaded) = &mut self.offloaded {
             return offloaded.update_chunks(|range, state| apply(&self.rule, store, step, range, state));
         }

@@ -42,13 +42,10 @@ pub fn staging_bytes(state: u64, len: usize) -> u64 {
     if len == 0 { 0 } else { state / len as u64 * (STAGING_BUFFERS * chunk_len(len)) as u64 }
 }
 
-#[cfg(feature = "cuda")]
 pub use gpu::OffloadedState;
 
-#[cfg(feature = "cuda")]
 mod gpu {
-    use candle_core::cuda_backend::CudaDevice;
-    use candle_core::{DType, Result, Tensor};
+    use candle_core::{CudaDevice, DType, Result, Tensor};
 
     use super::{Range, STAGING_BUFFERS, chunk_len, chunk_ranges};
     use crate::kernels::cuda::copy_streams::{CopyStreams, PinnedBuffer, StreamEvent};
