@@ -5,8 +5,9 @@
 
 With --text: a character-level GPT, its perplexity on the validation tenth in f32 and in 4 bits, rounded to the nearest
 and by GPTQ, in blocks of 32 (GGUF) and of 128 (ONNX). With --mnist, or another set in its format: a MobileNet in f32 and
-in 8 bits, calibrated after training and trained with rounding (`quantize.training`) for as many epochs; --runtimes also
-runs the files in onnxruntime and LiteRT (ai-edge-litert), whichever is installed. Accuracies are of the test set.
+in 8 bits, calibrated after training and trained with rounding (`quantize.training`) for as many epochs, with all its channels
+and without a fraction of them (--prune); --runtimes also runs the files in onnxruntime and LiteRT (ai-edge-litert),
+whichever is installed. Accuracies are of the test set.
 
 With --folder the runs stay there, and those that are finished are not trained again: they may come from another machine
 where all paths are the same.
@@ -48,6 +49,14 @@ report = false
 """
 
 MOBILENET = 'kind = "mobilenet"\nwidth = {width}\nstem = "small"\ndropout = 0.0'
+
+CHANNELS = """
+[prune]
+structure = "channels"
+final = {final}
+begin_step = {begin}
+end_step = {end}
+"""
 
 
 def language(args, folder):
@@ -99,13 +108,18 @@ def images(args, folder):
     bench = mnist.Bench(args, folder)
     model = (1, MOBILENET.format(width=args.width), args.epochs)
     bench.fit("floats", bench.job(*model))
-    bench.fit("rounded", bench.job(*model, rest="[quantize]\ntraining = true\n"))
+    rounded = "[quantize]\ntraining = true\n"
+    bench.fit("rounded", bench.job(*model, rest=rounded))
+    steps = bench.steps(args.epochs)
+    fewer = CHANNELS.format(final=args.prune, begin=steps // 10, end=steps // 2)
+    bench.fit("fewer", bench.job(*model, rest=rounded + fewer))
     int8 = ["--quantize", "int8"]
     print("| model | accuracy | in the runtime | bytes |\n|---|---|---|---|")
     for name, run, words in [
         ("f32", "floats", []),
         ("int8, calibrated", "floats", int8),
         ("int8, trained", "rounded", int8),
+        (f"int8, trained, {args.prune:.0%} of the channels pruned", "fewer", int8),
     ]:
         for form, accuracy in [("onnx", onnxruntime_accuracy), ("tflite", litert_accuracy)]:
             file, metrics = bench.export(run, "--format", form, *words)
@@ -125,6 +139,7 @@ def main():
     parser.add_argument("--steps", type=int, default=5000, help="of the GPT")
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--width", type=float, default=0.35, help="of the MobileNet")
+    parser.add_argument("--prune", type=float, default=0.15, help="fraction of the MobileNet's channels")
     parser.add_argument("--runtimes", action="store_true")
     parser.add_argument("--folder", type=pathlib.Path, help="keeps the runs; trains none that is finished there")
     args = parser.parse_args()

@@ -55,3 +55,22 @@ impl CostModel {
         3.0 * forward + recomputed + exec_plan.accumulation_steps as f64 * self.micro_batch_overhead
     }
 }
+
+/// Ranks blocks for recompute: least time per freed byte first; on ties the earlier block, whose activations live
+/// longest; blocks that free nothing last. Returns the rank of each block.
+pub fn recompute_ranks(flops: &[u64], freed: &[u64]) -> Vec<usize> {
+    let mut order: Vec<usize> = (0..flops.len()).collect();
+    // Compares flops / freed without division; a block that frees nothing has infinite cost per byte.
+    order.sort_by(|&a, &b| {
+        let cost = |x: usize, y: usize| u128::from(flops[x].max(1)) * u128::from(freed[y]);
+        match (freed[a], freed[b]) {
+            (0, 0) => std::cmp::Ordering::Equal,
+            (0, _) => std::cmp::Ordering::Greater,
+            (_, 0) => std::cmp::Ordering::Less,
+            _ => cost(a, b).cmp(&cost(b, a)),
+        }
+    });
+    let mut ranks = vec![0; order.len()];
+    order.into_iter().enumerate().for_each(|(rank, block)| ranks[block] = rank);
+    ranks
+}

@@ -72,9 +72,10 @@ impl HfTokenizer {
         }
         let limits = TokenizerLimits::of(&value).map_err(wrong)?;
         let rule = detect_pre_tokenizer(&value);
-        let text = serde_json::to_vec(&value).map_err(|error| wrong(error.to_string()))?;
+        let text = serde_json::to_string(&value).map_err(|error| wrong(error.to_string()))?;
         drop(value);
-        let inner = catch_library_error(|| Tokenizer::from_bytes(&text)).map_err(wrong)?;
+        // `parse` is compiled in the library; `from_bytes` would be instantiated here, with all that it reads.
+        let inner = catch_library_error(|| text.parse::<Tokenizer>()).map_err(wrong)?;
         let ids = inner.get_vocab(true);
         let Some(last) = ids.values().max() else { return Err(wrong("its vocabulary is empty".into())) };
         let no_token_spans_words = || ids.keys().all(|token| begins_words(token));
