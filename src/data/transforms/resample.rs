@@ -189,7 +189,7 @@ fn resize_any<T: Value>(
     let len = out_size[0] * out_size[1] * channels;
     set_len(to, len);
     set_len(line, (end - start) * channels + LANES);
-    set_len(summed, out_size[1] * channels);
+    set_len(summed, out_size[1] * channels + LANES);
     for (y, to) in to.chunks_exact_mut(out_size[1] * channels).enumerate() {
         let (first, weights) = rows.at(y);
         let sums = &mut line[..(end - start) * channels];
@@ -265,10 +265,8 @@ fn sum_columns_of<const C: usize, const L: usize, const N: usize>(
     to: &mut [f32],
 ) {
     let reads = if N > 0 { N } else { columns.reads };
-    let pixels = to.as_chunks_mut::<C>().0;
-    for ((to, first), weights) in
-        pixels.iter_mut().zip(&columns.firsts).zip(columns.weights.chunks_exact(reads))
-    {
+    let spans = columns.firsts.iter().zip(columns.weights.chunks_exact(reads));
+    for (x, (first, weights)) in spans.enumerate() {
         let read = &line[(*first as usize - start) * C..][..(reads - 1) * C + L];
         let mut sums = [0.0; L];
         for (k, weight) in weights.iter().enumerate() {
@@ -276,7 +274,8 @@ fn sum_columns_of<const C: usize, const L: usize, const N: usize>(
                 *sum += weight * value;
             }
         }
-        to.copy_from_slice(&sums[..C]);
+        // What is beyond the pixel is written over by the next one.
+        to[x * C..x * C + L].copy_from_slice(&sums);
     }
 }
 
@@ -284,7 +283,7 @@ fn sum_columns_of<const C: usize, const L: usize, const N: usize>(
 /// the result, a line of both, and the filters.
 pub fn scratch_bytes(size: [usize; 2], to: [usize; 2], channels: usize, bytes: usize) -> u64 {
     let filters = Filter::most_bytes(size[0], to[0]) + Filter::most_bytes(size[1], to[1]);
-    (to[0] * to[1] * channels * bytes + 4 * ((size[1] + to[1]) * channels + LANES) + filters) as u64
+    (to[0] * to[1] * channels * bytes + 4 * ((size[1] + to[1]) * channels + 2 * LANES) + filters) as u64
 }
 
 #[cfg(test)]

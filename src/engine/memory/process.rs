@@ -12,7 +12,7 @@ use super::{measure, pressure};
 use crate::base::proc_status::proc_status;
 
 /// Fraction of the program's code, in 64ths, that may be resident: what training, evaluation and checkpoints run.
-const RESIDENT_CODE_64THS: u64 = if cfg!(debug_assertions) { 29 } else { 31 };
+const RESIDENT_CODE_64THS: u64 = if cfg!(debug_assertions) { 29 } else { 28 };
 
 /// Stack and thread-local memory that a thread touches: one that computes, besides the buffers of kernels, and one that
 /// loads data, which decodes images.
