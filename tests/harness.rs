@@ -76,10 +76,21 @@ pub fn mlp_job(keys: &[&str]) -> String {
     lines.join("\n")
 }
 
-/// The program in a folder, with the process part of plans fixed at 0 bytes: plans are the same on every machine.
+/// The program in a folder, with the process part of plans fixed at 0 bytes: plans are the same in every process.
 pub fn command(folder: &Path, args: &[&str]) -> Command {
     let mut command = measured_command(folder, args);
     command.env("TRAINER_PROCESS_BYTES", "0");
+    command
+}
+
+/// [`command`] with all that a plan depends on fixed: plans are the same on every machine.
+pub fn reproducible_command(folder: &Path, args: &[&str]) -> Command {
+    let mut command = command(folder, args);
+    command.envs([
+        ("RAYON_NUM_THREADS", "2"),
+        ("TRAINER_CPU_DISPATCH", "portable"),
+        ("TRAINER_L2_BYTES", "2097152"),
+    ]);
     command
 }
 

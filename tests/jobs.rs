@@ -9,7 +9,7 @@ use proptest::prelude::*;
 use trainer::cli::Cli;
 use trainer::job::{self, Job};
 
-use crate::harness::{Finished, assert_snapshot, command, finish, job_folder, root};
+use crate::harness::{Finished, assert_snapshot, command, finish, job_folder, reproducible_command, root};
 
 const GOOD: &str = "\
 name = \"tiny\"
@@ -26,10 +26,7 @@ epochs = 2
 ";
 
 fn trainer(folder: &Path, args: &[&str]) -> Finished {
-    let mut command = command(folder, args);
-    command.env_remove("NO_COLOR").env("COLUMNS", "100");
-    // A plan depends on the number of threads, and on the packing buffers of GEMMs under a CPU dispatch.
-    finish(command.env("RAYON_NUM_THREADS", "2").env("TRAINER_CPU_DISPATCH", "portable"))
+    finish(reproducible_command(folder, args).env_remove("NO_COLOR").env("COLUMNS", "100"))
 }
 
 /// Runs `args` and compares everything visible with the snapshot `name`.

@@ -7,7 +7,7 @@ use serde_json::Value;
 
 use crate::harness::{
     self, Finished, assert_snapshot, command, events, finish, job_folder, last, mlp_job, named, program,
-    read_json, root,
+    read_json, reproducible_command, root,
 };
 
 /// 8 updates of 16 samples, an evaluation and a checkpoint after every fourth.
@@ -17,8 +17,8 @@ fn job() -> String {
 
 /// Runs `fit`; the result does not depend on the processor.
 fn fit(folder: &Path, args: &[&str]) -> Finished {
-    let mut command = command(folder, &[&["fit", "job.toml", "--set", "memory.ram=64MiB"], args].concat());
-    finish(command.env("RAYON_NUM_THREADS", "2").env("TRAINER_CPU_DISPATCH", "portable"))
+    let args = [&["fit", "job.toml", "--set", "memory.ram=64MiB"], args].concat();
+    finish(&mut reproducible_command(folder, &args))
 }
 
 /// Blanks what differs from run to run: times, rates, measured memory, and where the program is.
@@ -213,9 +213,7 @@ epochs = 50
         let (folder, run) = (folder.path(), folder.path().join("run"));
         fit(folder, &["--run-dir", "undisturbed", "-q"]).expect(0);
         let args = ["fit", "job.toml", "--set", "memory.ram=64MiB", "--run-dir", "run"];
-        let mut slow = command(folder, &args);
-        slow.env("RAYON_NUM_THREADS", "2").env("TRAINER_CPU_DISPATCH", "portable");
-        let mut child = slow.spawn().unwrap();
+        let mut child = reproducible_command(folder, &args).spawn().unwrap();
         while named(&harness::events_so_far(&run), "checkpoint").is_empty() {
             std::thread::sleep(std::time::Duration::from_millis(1));
         }

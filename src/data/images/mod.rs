@@ -306,7 +306,7 @@ impl ImageFiles {
         let ImageOptions { channels, size, .. } = self.options;
         let decoding = header.map_or(0, |header| {
             let orientations = [[header.height, header.width], [header.width, header.height]];
-            let resized = orientations.map(|from| scratch_bytes(from, size, channels, 1));
+            let resized = orientations.map(|from| scratch_bytes(from, size, channels));
             header.decode_bytes(channels) + resized[0].max(resized[1])
         });
         len + decoding

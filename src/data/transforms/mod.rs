@@ -156,7 +156,7 @@ impl Pipeline {
 
     /// Upper bound on the scratch bytes for an image of this size with `bytes` bytes per value.
     pub fn scratch_bytes(&self, height: usize, width: usize, bytes: usize) -> u64 {
-        resample::scratch_bytes([height, width], [self.height, self.width], self.channels, bytes)
+        resample::scratch_bytes([height, width], [self.height, self.width], self.channels * bytes)
             + self.augment_bytes()
     }
 

@@ -4,7 +4,8 @@ use std::ops::{Deref, DerefMut};
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use super::resample::ResizeBuffers;
+use fast_image_resize::Resizer;
+
 use crate::DataError;
 
 /// Buffers for reading an image. Their content is left over from the last use.
@@ -17,7 +18,7 @@ pub struct Scratch {
     pub converted: Vec<u8>,
     /// Generated pixels.
     pub floats: Vec<f32>,
-    pub(super) resize: ResizeBuffers,
+    pub(super) resizer: Resizer,
     pub(super) resized: Vec<u8>,
     pub(super) resized_floats: Vec<f32>,
     pub(super) augment: AugmentBuffers,
@@ -34,12 +35,12 @@ pub(super) struct AugmentBuffers {
 }
 
 impl Scratch {
-    pub(super) fn bytes(&self) -> u64 {
+    fn bytes(&self) -> u64 {
         let AugmentBuffers { image, spare, rows } = &self.augment;
         let bytes =
             [&self.file, &self.pixels, &self.converted, &self.resized, image, spare].map(Vec::capacity);
         let floats = 4 * (self.floats.capacity() + self.resized_floats.capacity() + rows.capacity());
-        (bytes.iter().sum::<usize>() + floats + self.resize.bytes()) as u64
+        (bytes.iter().sum::<usize>() + floats + self.resizer.size_of_internal_buffers()) as u64
     }
 }
 

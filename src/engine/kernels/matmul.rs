@@ -14,6 +14,8 @@ mod gemv;
 #[cfg(target_arch = "x86_64")]
 mod implicit_gemm;
 
+use std::sync::LazyLock;
+
 use candle_core::DType;
 
 use super::clamp::{ClampActivation, clamp};
@@ -446,10 +448,17 @@ pub fn thread_buffer_bytes(dtype: DType) -> u64 {
     gemm_buffer_bytes()
 }
 
+/// Replaces the size of the L2 cache, for tests that compare plans byte by byte.
+const L2_BYTES_VAR: &str = "TRAINER_L2_BYTES";
+
 /// Bytes that each thread keeps after its first GEMM by `gemm`, as candle's are: it packs into a per-thread buffer the
 /// size of the L2 cache.
 pub fn gemm_buffer_bytes() -> u64 {
-    gemm_common::cache::CACHE_INFO[1].cache_bytes as u64
+    static BYTES: LazyLock<u64> = LazyLock::new(|| {
+        let fixed = std::env::var(L2_BYTES_VAR).ok().and_then(|text| text.parse().ok());
+        fixed.unwrap_or(gemm_common::cache::CACHE_INFO[1].cache_bytes as u64)
+    });
+    *BYTES
 }
 
 /// Bytes that GEMMs take on the stack of each thread that computes.
