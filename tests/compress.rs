@@ -89,3 +89,55 @@ fn nothing_small_enough_is_an_error_that_names_the_nearest() {
         assert!(text.contains(problem), "{text}");
     }
 }
+
+/// Compresses the run in `run` and its export, and checks the first variant and the one that was written by the metric
+/// that `eval` finds; returns the table of the run.
+fn compress_run_and_export(at: &Path, target: &str, metric: &str) -> Value {
+    trainer(at, &["fit", "job.toml", "--run-dir", "run", "-q"]).expect(0);
+    trainer(at, &["export", "run", "--format", "safetensors", "-o", "exported", "-q"]).expect(0);
+    let evaluated = |model: &str| {
+        let found = trainer(at, &["eval", model, "--json"]).expect(0).json();
+        found["metrics"][metric].as_f64().unwrap_or_else(|| panic!("{found}"))
+    };
+    let [of_run, _] = ["run", "exported"].map(|model| {
+        let out = format!("{model}-compressed");
+        let args = ["compress", model, "--target", target, "--max-loss", "1", "--json", "-o", &out];
+        let found = trainer(at, &args).expect(0).json();
+        let variants = found["variants"].as_array().unwrap();
+        let chosen = &variants[found["chosen"].as_u64().unwrap() as usize];
+        for (variant, value) in [(&variants[0], evaluated(model)), (chosen, evaluated(&out))] {
+            let difference = variant["metric"].as_f64().unwrap() - value;
+            assert!(difference.abs() <= 1e-4 * value.abs(), "{model}: {value} and {variant}");
+        }
+        found
+    });
+    of_run
+}
+
+/// A model keeps its factors, and its other layers have variants of lower rank.
+#[test]
+fn a_factorized_model_is_compressed() {
+    for (layers, count) in [("", 6), ("layers = \"layers.1\"", 18)] {
+        let folder = job_folder(format!(
+            "[model]\nkind = \"mlp\"\nhidden = [64, 64]\n[data]\nkind = \"shapes\"\ntrain_samples = 200\n\
+             valid_samples = 40\nimage_size = 16\n[train]\nbatch_size = 16\nsteps = 10\n[lowrank]\nrank = 8\n{layers}\n\
+             [log]\ntensorboard = false\nreport = false\n"
+        ));
+        let found = compress_run_and_export(folder.path(), "1.5x", "accuracy");
+        // The ranks of the run, and two more if a layer is whole; three sparsities; f32 and int8.
+        assert_eq!(found["variants"].as_array().unwrap().len(), count, "{found}");
+    }
+}
+
+/// Layers whose heads are counted stay whole, and others have variants of lower rank.
+#[test]
+fn a_model_without_its_pruned_heads_is_compressed() {
+    let folder = job_folder(
+        "[model]\nkind = \"gpt\"\nlayers = 2\nheads = 4\nwidth = 32\ncontext = 16\n[data]\nkind = \"text-synthetic\"\n\
+         vocab = 61\ntrain_samples = 200\nvalid_samples = 40\n[train]\nbatch_size = 16\nsteps = 10\n[prune]\n\
+         structure = \"heads\"\nschedule = \"constant\"\nfinal = 0.5\n[log]\ntensorboard = false\nreport = false\n",
+    );
+    let found = compress_run_and_export(folder.path(), "1.1x", "loss");
+    let variants = found["variants"].as_array().unwrap();
+    assert!(variants.iter().any(|variant| variant["lowrank"] == "2x"), "{found}");
+}

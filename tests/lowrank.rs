@@ -181,6 +181,7 @@ fn a_factorized_language_model_generates() {
         for format in ["gguf", "hf"] {
             let text = trainer(at, &["export", "run", "--format", format, "-o", "out"]).expect(2).stderr;
             assert!(text.contains("is factorized") && text.contains("hint: `--format onnx`"), "{text}");
+            assert!(!text.contains("tflite"), "language models have no such form: {text}");
         }
     }
 }
@@ -203,7 +204,7 @@ fn ranks_that_cannot_be_are_refused() {
     refuse(init, "target = \"500x\"", &["with rank 1 in every layer", "times smaller"]);
     refuse(init, "rank = 4\nlayers = \"layer.0\"", &["`lowrank.layers` has `layer.0`", "`layers.0.weight`"]);
     refuse(init, "rank = 4\nlayers = \"layers.[\"", &["`layers.[` is no pattern"]);
-    refuse(init, "rank = 41", &["factorizes nothing", "a rank of 41"]);
+    refuse(init, "rank = 41", &["of 2 layers that may be, none becomes smaller", "a rank of 41"]);
     refuse(
         init,
         "ranks = { \"layers.7\" = 4 }",

@@ -202,7 +202,7 @@ fn formats_refuse_sizes_that_they_cannot_state() {
     };
     let text = refuse(GPT, TEXT, "structure = \"heads\"", "hf");
     assert!(text.contains("pruning made `transformer.h.0.attn` smaller, and `hf` has no form"), "{text}");
-    assert!(text.contains("hint: `--format onnx`"), "{text}");
+    assert!(text.contains("hint: `--format onnx`") && !text.contains("tflite"), "{text}");
     let text =
         refuse(RESNET, SHAPES, "structure = \"channels\"\nskip = [\"layer2\", \"layer3\", \"layer4\"]", "hf");
     assert!(text.contains("pruning made `layer1.0.conv1` smaller"), "{text}");
@@ -214,6 +214,7 @@ fn formats_refuse_sizes_that_they_cannot_state() {
         ),
         "{text}"
     );
+    assert!(text.contains("none of them alone in `prune.skip`"), "the scope is \"tensor\" already: {text}");
 }
 
 /// A shrunk model is a model like others: it is pruned further, quantized and compressed.

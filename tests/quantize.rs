@@ -161,6 +161,53 @@ fn an_export_computes_what_was_evaluated() {
     }
 }
 
+/// An export without pruned units has the ranges of training too: samples decide those of the outputs only.
+#[test]
+fn ranges_of_training_stay_without_pruned_units() {
+    for model in [CNN, MLP] {
+        let prune = "[prune]\nstructure = \"channels\"\nschedule = \"constant\"\nfinal = 0.5\n";
+        let folder = job_folder(job(model, "", prune));
+        let at = folder.path();
+        trainer(at, &["fit", "job.toml", "--run-dir", "run", "-q"]).expect(0);
+        for (format, file) in [("onnx", "model.onnx"), ("tflite", "model.tflite")] {
+            let export = |samples: &str| {
+                let out = format!("{format}-{samples}");
+                let args = ["export", "run", "--quantize", "int8", "--format", format, "-o", &out, "-q"];
+                trainer(at, &[&args[..], &["--calibrate", samples]].concat()).expect(0);
+                fs::read(at.join(out).join(file)).unwrap()
+            };
+            let [one, many] = ["1", "200"].map(export);
+            let differing = one.iter().zip(&many).filter(|(a, b)| a != b).count();
+            assert!(one.len() == many.len() && differing < 16, "{model} as {format}: {differing} bytes");
+        }
+    }
+}
+
+/// A model of one layer has its input rounded, whatever it reads.
+#[test]
+fn linear_models_are_quantized() {
+    let row = |i: usize| format!("{},{},{}\n", i % 17, i % 5, 0.5 * (i % 17) as f64 - (i % 5) as f64);
+    let table = "a,b,y\n".to_owned() + &(0..200).map(row).collect::<String>();
+    let csv = "kind = \"csv\"\ntrain = \"t.csv\"\nvalid_fraction = 0.2\ntarget = \"y\"";
+    let shapes = "kind = \"shapes\"\ntrain_samples = 64\nvalid_samples = 32\nimage_size = 16";
+    for (data, training) in [(csv, false), (csv, true), (shapes, false), (shapes, true)] {
+        let folder = job_folder(format!(
+            "[model]\nkind = \"mlp\"\nhidden = []\n[data]\n{data}\n[train]\nbatch_size = 16\nsteps = 60\n[optimizer]\n\
+             lr = 0.02\n[quantize]\ntraining = {training}\n[log]\ntensorboard = false\nreport = false\n"
+        ));
+        let at = folder.path();
+        fs::write(at.join("t.csv"), &table).unwrap();
+        trainer(at, &["fit", "job.toml", "--run-dir", "run", "-q"]).expect(0);
+        for format in ["onnx", "tflite"] {
+            let args =
+                ["export", "run", "--quantize", "int8", "--format", format, "-o", format, "--json", "-q"];
+            let compared = trainer(at, &args).expect(0).json()["comparison"].clone();
+            let [before, after] = ["before", "after"].map(|key| compared[0][key].as_f64().unwrap());
+            assert!((after - before).abs() < 0.02 * before.abs() + 0.002, "{data} as {format}: {compared}");
+        }
+    }
+}
+
 /// A checkpoint of before rounding begins is not the best, however good it is; and a run that starts from the weights
 /// of another rounds from the first update on.
 #[test]

@@ -78,6 +78,29 @@ fn a_bad_value_ends_with_its_file_line_column_and_value() {
     assert!(message.contains("train.csv`, line 3, column `x`: `3.7.1` is not a finite number"), "{message}");
 }
 
+/// The value that is too large is named, not a good one beside it, whatever command reads the table first.
+#[test]
+fn a_number_too_large_for_a_standard_deviation_is_named() {
+    let folder = folder();
+    let write = |rows: &[String]| {
+        let text = rows.iter().map(|row| format!("{row}\n")).collect::<String>();
+        fs::write(folder.path().join("train.csv"), format!("x,colour,y\n{text}")).unwrap();
+    };
+    let refused = |expected: &str| {
+        for args in [&["check", "job.toml"][..], &["plan", "job.toml"], &["fit", "job.toml"]] {
+            let text = trainer(folder.path(), args).expect(4).text();
+            assert!(text.contains(expected), "{args:?}: {text}");
+        }
+    };
+    let row = |i: usize| format!("{},red,{}.5", if i % 7 == 6 { "7e300" } else { "5" }, i);
+    write(&(0..60).map(row).collect::<Vec<_>>());
+    refused("train.csv`, line 8, column `x`: `7e300` is not a number from -1e120 to 1e120");
+    let mut rows: Vec<String> = (0..40).map(|i| format!("{i},red,{i}.5")).collect();
+    rows.extend(["1,red,-1e160".to_owned(), "2,red,1e160".to_owned()]);
+    write(&rows);
+    refused("train.csv`, line 42, column `y`: `-1e160` is not a number from -1e120 to 1e120");
+}
+
 #[test]
 fn a_file_of_another_format_is_reported_as_such() {
     let folder = folder();

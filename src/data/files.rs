@@ -69,7 +69,7 @@ pub fn compression(file: &Path) -> Result<(FileCompression, u64), DataError> {
 
 /// Bytes of memory that decompressing the file takes at most, if that is more than a few buffers.
 pub fn decoder_bytes(file: &Path) -> Result<u64, DataError> {
-    let RawFile { compression, start, .. } = open_raw(file)?;
+    let RawFile { mut raw, compression, start, .. } = open_raw(file)?;
     Ok(match compression {
         FileCompression::Uncompressed
         | FileCompression::Gzip
@@ -77,7 +77,12 @@ pub fn decoder_bytes(file: &Path) -> Result<u64, DataError> {
         | FileCompression::Zstd => 0,
         // A block of 900 kB, four bytes each, and its text.
         FileCompression::Bzip2 => 5 << 20,
-        FileCompression::Xz => u64::from(xz_memory_kib(&start)) << 10,
+        // The window of the decoder doubles as content needs it, up to the dictionary.
+        FileCompression::Xz => {
+            let window = 2u64.saturating_mul(xz_content_bytes(&mut raw));
+            let most = window.saturating_add(u64::from(XZ_TABLES_KIB) << 10);
+            most.min(u64::from(xz_memory_kib(&start)) << 10)
+        }
     })
 }
 
@@ -94,6 +99,11 @@ fn xz_memory_kib(start: &[u8]) -> u32 {
     }
 }
 
+/// Bytes of content that the indexes of an xz file declare; the most if they are damaged.
+fn xz_content_bytes(file: &mut File) -> u64 {
+    lzma_rust2::xz_uncompressed_size(file).unwrap_or(u64::MAX)
+}
+
 /// Content of the file, decompressed as it is read. Convert read errors with [`read_error`].
 pub fn open(file: &Path) -> Result<Box<dyn Read + Send>, DataError> {
     open_counting(file, Arc::default())
@@ -106,6 +116,11 @@ pub fn open_counting(file: &Path, bytes_read: Arc<AtomicU64>) -> Result<Box<dyn 
         FileCompression::Zip => Some(ZipEntry::locate(file, &mut raw)?),
         _ => None,
     };
+    let mut declared = 0;
+    if compression == FileCompression::Xz {
+        declared = xz_content_bytes(&mut raw);
+        raw.rewind().map_err(DataError::io(file))?;
+    }
     let raw = BufReader::with_capacity(1 << 16, CountingReader { raw, bytes_read });
     Ok(match compression {
         FileCompression::Uncompressed => Box::new(raw),
@@ -113,7 +128,8 @@ pub fn open_counting(file: &Path, bytes_read: Arc<AtomicU64>) -> Result<Box<dyn 
         FileCompression::Zstd => Box::new(zstd::Decoder::with_buffer(raw).map_err(DataError::io(file))?),
         FileCompression::Bzip2 => Box::new(bzip2::bufread::MultiBzDecoder::new(raw)),
         FileCompression::Xz => {
-            Box::new(lzma_rust2::XzReader::new_mem_limit(raw, true, xz_memory_kib(&start)))
+            let content = lzma_rust2::XzReader::new_mem_limit(raw, true, xz_memory_kib(&start));
+            Box::new(XzContent { content, left: declared })
         }
         FileCompression::Zip => match entry {
             Some(ZipEntry { method: ZipMethod::Deflated, bytes }) => {
@@ -123,6 +139,23 @@ pub fn open_counting(file: &Path, bytes_read: Arc<AtomicU64>) -> Result<Box<dyn 
             None => unreachable!("the entry of a zip file was located above"),
         },
     })
+}
+
+/// Refuses content beyond what the indexes of an xz file declare: its memory is planned for no more.
+struct XzContent<R> {
+    content: R,
+    /// Bytes that are declared and not read yet.
+    left: u64,
+}
+
+impl<R: Read> Read for XzContent<R> {
+    fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        let n = self.content.read(into)?;
+        let more =
+            || io::Error::new(io::ErrorKind::InvalidData, "it has more content than its index declares");
+        self.left = self.left.checked_sub(n as u64).ok_or_else(more)?;
+        Ok(n)
+    }
 }
 
 struct CountingReader {
@@ -226,6 +259,42 @@ mod tests {
         assert_eq!(xz_memory_kib(&start(28)), (64 << 10) + (1 << 10));
         assert_eq!(xz_memory_kib(&start(40)), MAX_XZ_MEMORY_KIB);
         assert_eq!(xz_memory_kib(b"short"), MAX_XZ_MEMORY_KIB);
+    }
+
+    /// What Python's `lzma.compress` makes of 6,000 bytes, with a dictionary of 8 MiB: blocks, index and footer.
+    const XZ_BLOCKS: [u8; 80] = [
+        0xfd, 0x37, 0x7a, 0x58, 0x5a, 0x00, 0x00, 0x04, 0xe6, 0xd6, 0xb4, 0x46, 0x02, 0x00, 0x21, 0x01, 0x16,
+        0x00, 0x00, 0x00, 0x74, 0x2f, 0xe5, 0xa3, 0xe0, 0x17, 0x6f, 0x00, 0x27, 0x5d, 0x00, 0x34, 0x19, 0x49,
+        0xee, 0x8d, 0xe9, 0x5f, 0xc1, 0xf0, 0xf7, 0x17, 0x44, 0x50, 0x85, 0x62, 0xc3, 0x08, 0x82, 0xdc, 0x61,
+        0x13, 0x60, 0x33, 0xe1, 0x91, 0xb5, 0x69, 0x53, 0x25, 0x1e, 0xba, 0x71, 0x4f, 0xab, 0xeb, 0xfb, 0x64,
+        0x8c, 0x00, 0x00, 0x00, 0xa4, 0x38, 0x67, 0x3c, 0xb4, 0x40, 0xa3, 0xe8,
+    ];
+    const XZ_INDEX: [u8; 12] = [0x00, 0x01, 0x43, 0xf0, 0x2e, 0x00, 0x00, 0x00, 0x4f, 0x24, 0x40, 0x42];
+    /// The same index with 1,000 bytes of content.
+    const XZ_SMALLER_INDEX: [u8; 12] =
+        [0x00, 0x01, 0x43, 0xe8, 0x07, 0x00, 0x00, 0x00, 0xb8, 0x18, 0xea, 0xcf];
+    const XZ_FOOTER: [u8; 12] = [0xb1, 0xc4, 0x67, 0xfb, 0x02, 0x00, 0x00, 0x00, 0x00, 0x04, 0x59, 0x5a];
+
+    /// The window of the decoder follows the content, not the dictionary, and the content is what the index declares.
+    #[test]
+    fn the_content_of_an_xz_file_bounds_its_memory() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("data");
+        let write =
+            |index: &[u8]| std::fs::write(&file, [&XZ_BLOCKS[..], index, &XZ_FOOTER].concat()).unwrap();
+        let read = || {
+            let mut content = Vec::new();
+            open(&file).unwrap().read_to_end(&mut content).map(|_| content)
+        };
+        write(&XZ_INDEX);
+        assert_eq!(decoder_bytes(&file).unwrap(), (1 << 20) + 2 * 6000);
+        assert_eq!(read().unwrap(), b"hello ".repeat(1000));
+        write(&XZ_SMALLER_INDEX);
+        assert_eq!(decoder_bytes(&file).unwrap(), (1 << 20) + 2 * 1000);
+        assert!(matches!(read_error(&file, read().unwrap_err()), DataError::Corrupt { .. }));
+        write(&[]);
+        assert_eq!(decoder_bytes(&file).unwrap(), 9 << 20, "the dictionary, where no index can be read");
+        assert!(matches!(read_error(&file, read().unwrap_err()), DataError::Corrupt { .. }));
     }
 
     #[test]

@@ -5,11 +5,13 @@
 //! and changed files are reported by name. The hash is 128-bit XXH3, which detects any accidental change and is faster
 //! than any disk. Memory is bounded: image folders are walked, not listed.
 
+mod file_records;
 mod inputs;
 
+use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
-use std::fs::{self, File};
-use std::io::{BufRead, BufReader, Read, Write};
+use std::fs;
+use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::UNIX_EPOCH;
@@ -18,6 +20,7 @@ use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 use twox_hash::XxHash3_128;
 
+use self::file_records::{FileRecords, printable, write_record};
 use super::cache::{Cache, CacheKey};
 use super::{DataError, ProgressObserver};
 use crate::base::units::counted;
@@ -50,7 +53,7 @@ pub struct SourceFingerprint {
     pub stat: String,
     /// Hash of the content of every file, and of its name if the name decides the class.
     pub content: String,
-    /// Files that changed since they were last hashed; the first few.
+    /// Files that changed, came or went since they were last hashed; the first few.
     #[serde(skip)]
     changed: Vec<String>,
 }
@@ -136,7 +139,7 @@ fn fingerprint_source(
     Ok(SourceFingerprint { content, changed, ..source })
 }
 
-/// Hash of all content, and the files whose content differs from the cached hash.
+/// Hash of all content, and the first files that differ from their cached hashes.
 fn hash_contents(
     input: &FingerprintInput,
     bytes: u64,
@@ -144,8 +147,8 @@ fn hash_contents(
     observer: &dyn ProgressObserver,
 ) -> Result<(String, Vec<String>), DataError> {
     let whole = std::path::absolute(input.path()).unwrap_or_else(|_| input.path().to_owned());
-    let cache_key = CacheKey::new(&[], &format!("files {} {}", input.key, whole.display()))?;
-    let before = || cache.find("files", cache_key).and_then(|path| CachedRecords::open(&path).ok());
+    let cache_key = CacheKey::new(&[], &format!("file records {} {}", input.key, whole.display()))?;
+    let before = || cache.find("files", cache_key).and_then(|path| FileRecords::open(&path).ok());
     let mut found = None;
     let kept = cache.put("files", cache_key, |out| {
         found = Some(hash_all(input, bytes, before(), out, observer)?);
@@ -161,16 +164,29 @@ fn hash_contents(
     }
 }
 
-/// As [`hash_contents`]; writes one line per file to `out`.
+/// As [`hash_contents`]; writes the record of every file to `out`.
 fn hash_all(
     input: &FingerprintInput,
     bytes: u64,
-    mut previous_records: Option<CachedRecords>,
+    mut previous_records: Option<FileRecords>,
     out: &mut dyn Write,
     observer: &dyn ProgressObserver,
 ) -> Result<(String, Vec<String>), DataError> {
     let has_previous = previous_records.is_some();
-    let (mut all, mut changed, done) = (XxHash3_128::new(), Vec::new(), AtomicU64::new(0));
+    let (mut all, done) = (XxHash3_128::new(), AtomicU64::new(0));
+    let changed = RefCell::new(Vec::new());
+    let report = |name: String| {
+        if changed.borrow().len() < MAX_REPORTED_CHANGES {
+            changed.borrow_mut().push(name);
+        }
+    };
+    // Rows of a table move freely: the table has changed, and that its images came or went is no news.
+    let lists_names = !matches!(input.kind, InputKind::Table(..));
+    let mut gone = |name: &[u8]| {
+        if lists_names {
+            report(format!("`{}`, which is gone", printable(name)));
+        }
+    };
     let activity = format!("hashing {}", input.name());
     let read = |more: u64| {
         let before = done.fetch_add(more, Ordering::Relaxed);
@@ -190,18 +206,23 @@ fn hash_all(
             all.write(&[0]);
             all.write(&record.stat.size.to_le_bytes());
             all.write(&hash.to_le_bytes());
-            let FileStat { size, modified } = record.stat;
-            writeln!(out, "{size} {modified} {hash:032x} {}", record.name.display())
-                .map_err(DataError::write(input.path()))?;
-            if has_previous && record.previous_hash != Some(hash) && changed.len() < MAX_REPORTED_CHANGES {
-                changed.push(record.name.display().to_string());
+            write_record(out, &record.name, record.stat, hash).map_err(DataError::write(input.path()))?;
+            let name = match record.name.as_os_str().as_encoded_bytes() {
+                [] => input.path().as_os_str().as_encoded_bytes(),
+                name => name,
+            };
+            match record.previous_hash {
+                Some(before) if before != hash => report(format!("`{}`", printable(name))),
+                None if has_previous && lists_names => report(format!("`{}`, which is new", printable(name))),
+                _ => {}
             }
         }
         Ok(())
     };
     input.walk(&mut |name, path| {
         let stat = FileStat::of(path)?;
-        let known = previous_records.as_mut().and_then(|records| records.lookup(name, input.is_sorted()));
+        let known =
+            previous_records.as_mut().and_then(|records| records.take(name, input.is_sorted(), &mut gone));
         let hash = known.and_then(|(then, hash)| (then == stat).then_some(hash));
         if hash.is_some() && stat.exists() {
             read(stat.size);
@@ -222,8 +243,11 @@ fn hash_all(
         flush(&mut batch)
     })?;
     flush(&mut batch)?;
+    if let Some(records) = previous_records {
+        records.finish(&mut gone);
+    }
     observer.report(&activity, bytes, bytes);
-    Ok((hex(all.finish_128()), changed))
+    Ok((hex(all.finish_128()), changed.into_inner()))
 }
 
 /// A file and its known hashes.
@@ -270,41 +294,6 @@ impl FileStat {
 
     fn exists(self) -> bool {
         self != Self::MISSING
-    }
-}
-
-/// Cached file hashes, in walk order.
-struct CachedRecords {
-    lines: std::io::Lines<BufReader<File>>,
-    next: Option<(PathBuf, FileStat, u128)>,
-}
-
-impl CachedRecords {
-    fn open(path: &Path) -> std::io::Result<Self> {
-        let mut records = Self { lines: BufReader::new(File::open(path)?).lines(), next: None };
-        records.advance();
-        Ok(records)
-    }
-
-    fn advance(&mut self) {
-        let line = self.lines.next().and_then(Result::ok);
-        self.next = line.and_then(|line| {
-            let mut fields = line.splitn(4, ' ');
-            let (size, modified) = (fields.next()?.parse().ok()?, fields.next()?.parse().ok()?);
-            let hash = u128::from_str_radix(fields.next()?, 16).ok()?;
-            Some((fields.next()?.into(), FileStat { size, modified }, hash))
-        });
-    }
-
-    /// Cached entry of the file `name`. Lookups must come in walk order, since the cache file is read forward only.
-    fn lookup(&mut self, name: &Path, sorted: bool) -> Option<(FileStat, u128)> {
-        while sorted && self.next.as_ref().is_some_and(|(then, ..)| then.as_path() < name) {
-            self.advance();
-        }
-        let (_, stat, hash) = self.next.as_ref().filter(|(then, ..)| then == name)?;
-        let found = (*stat, *hash);
-        self.advance();
-        Some(found)
     }
 }
 
@@ -379,10 +368,10 @@ fn describe_change(was: &SourceFingerprint, is: &SourceFingerprint) -> Option<St
         0 | 1 => counted(s.bytes, "byte"),
         n => format!("{n} files of {}", counted(s.bytes, "byte")),
     };
-    let files = match is.files {
+    let files = match was.files.max(is.files) {
         0 | 1 => String::new(),
         _ if is.changed.is_empty() => String::new(),
-        _ => format!(", such as `{}`", is.changed.join("`, `")),
+        _ => format!(", such as {}", is.changed.join(", ")),
     };
     let sizes = match size(was) == size(is) {
         true => format!("{} with different content", size(is)),

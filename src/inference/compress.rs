@@ -3,6 +3,7 @@
 //! Every variant of a small grid is exported to ONNX, read back and evaluated on the validation set, so that its
 //! size and its metric are those of a file. The same model and data give the same table.
 
+use std::collections::BTreeSet;
 use std::fs::{self, File};
 use std::io;
 use std::path::{Path, PathBuf};
@@ -19,11 +20,11 @@ use super::export::{
 use super::session::SessionOptions;
 use super::trained_model::TrainedModel;
 use crate::data::Dataset;
-use crate::job::{LowRankConfig, Ranks, Reductions, SizeRatio};
+use crate::job::{LowRankConfig, ModelConfig, PruneStructure, Ranks, Reductions, SizeRatio, UnitCounts};
 use crate::kernels::low_rank;
 use crate::metrics::task::TaskMetrics;
-use crate::models;
-use crate::params::MatrixLayer;
+use crate::models::{self, unit_groups};
+use crate::params::{MatrixLayer, ParamLayout, UnitGroup};
 use crate::quantization::{ActivationPoints, ClipMethod};
 use crate::train::Failure;
 use crate::train::low_rank::{LowRankError, Spectra};
@@ -52,7 +53,7 @@ pub struct CompressRequest<'a> {
 /// A variant, and what it came to.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Variant {
-    /// How many times fewer parameters its layers of lower rank leave; absent if all layers are whole.
+    /// How many times fewer parameters its layers of lower rank leave; absent if all layers are as in the model.
     pub lowrank: Option<SizeRatio>,
     /// Fraction of the weights that is zero.
     pub sparsity: f64,
@@ -156,16 +157,14 @@ pub fn compress(
     Ok((frontier, kept))
 }
 
-/// The ranks of factorized variants, after none: those that the model has layers for.
+/// The ranks that the model has, then those of factorized variants, as far as it has layers for them.
 fn rank_choices(model: &TrainedModel, ram: u64) -> Result<Vec<(Option<SizeRatio>, Ranks)>, ExportError> {
-    let own = model.job.ranks();
     let reductions = Reductions::of_job(&model.job);
     let layout = models::build_reduced(&model.job.model, model.features(), &reductions)?.layout;
-    let layers: Vec<MatrixLayer> =
-        layout.matrices.iter().filter(|layer| layer.max_rank() > 0).cloned().collect();
+    let Reductions { ranks: own, kept } = reductions;
+    let layers = factorizable(&model.job.model, &layout, &kept);
     let mut choices = vec![(None, own.clone())];
-    // Layers that have factors are not factorized again.
-    if !own.is_empty() || layers.is_empty() {
+    if layers.is_empty() {
         return Ok(choices);
     }
     if let Some(layer) =
@@ -178,12 +177,34 @@ fn rank_choices(model: &TrainedModel, ram: u64) -> Result<Vec<(Option<SizeRatio>
     let spectra = Spectra::read(&model.weights, layers, layout.params.len, ram)?;
     for target in RANK_TARGETS.iter().filter_map(|text| text.parse::<SizeRatio>().ok()) {
         match spectra.of_size(target) {
-            Ok(ranks) => choices.push((Some(target), ranks)),
+            Ok(ranks) => choices.push((Some(target), ranks.into_iter().chain(own.clone()).collect())),
             Err(Failure::LowRank(LowRankError::Target { .. })) => {}
             Err(other) => return Err(other.into()),
         }
     }
     Ok(choices)
+}
+
+/// The layers that a variant may factorize. Layers that have factors are not factorized again, and those whose units
+/// are in `kept` stay whole: a factorized layer has no units to count. So do those that share a tensor with them, since
+/// the units of several convolutions of one block are found together.
+fn factorizable(model: &ModelConfig, layout: &ParamLayout, kept: &UnitCounts) -> Vec<MatrixLayer> {
+    let structures = [PruneStructure::Channels, PruneStructure::Heads];
+    let groups: Vec<UnitGroup> =
+        structures.into_iter().flat_map(|structure| unit_groups(model, structure, layout)).collect();
+    let in_kept = groups.iter().filter(|group| kept.contains_key(&group.name));
+    let in_kept: BTreeSet<&str> = in_kept.flat_map(tensors).collect();
+    let stay = groups.iter().filter(|group| tensors(group).any(|tensor| in_kept.contains(tensor)));
+    let stay: BTreeSet<&str> = stay.flat_map(tensors).collect();
+    let may = |layer: &&MatrixLayer| {
+        layer.rank.is_none() && layer.max_rank() > 0 && !stay.contains(layer.weight.name.as_str())
+    };
+    layout.matrices.iter().filter(may).cloned().collect()
+}
+
+/// The tensors with values of these units.
+fn tensors(group: &UnitGroup) -> impl Iterator<Item = &str> {
+    group.slices.iter().map(|slice| slice.tensor.as_str())
 }
 
 /// The model with these ranks and the weights in this file.
@@ -313,6 +334,7 @@ fn mark_frontier(variants: &mut [Variant]) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::base::features::{Features, InputSpec, TargetSpec};
 
     fn variant(gzipped_bytes: u64, loss: f64) -> Variant {
         Variant {
@@ -325,6 +347,47 @@ mod tests {
             metric: 0.9 - loss,
             loss,
             on_frontier: false,
+        }
+    }
+
+    /// With every other layer factorized, a model still has the units that `kept` counts.
+    #[test]
+    fn layers_with_counted_units_stay_whole() {
+        let names = (0..10).map(|class| class.to_string()).collect();
+        let images = Features::new(InputSpec::Floats { shape: vec![16, 16, 3] }, TargetSpec::Class { names });
+        let tokens = Features::new(InputSpec::Tokens { length: 16, vocab: 61 }, TargetSpec::Tokens);
+        let gpt = "kind = 'gpt'\nlayers = 2\nheads = 4\nwidth = 16\ncontext = 16";
+        let resnet = "kind = 'resnet'\ndepth = 50\nstem = 'small'";
+        let block = "transformer.h.0";
+        let cases = [
+            (
+                gpt,
+                &tokens,
+                format!("{block}.attn"),
+                format!("{block}.attn.c_proj"),
+                format!("{block}.mlp.c_fc"),
+            ),
+            (
+                gpt,
+                &tokens,
+                format!("{block}.mlp.c_fc"),
+                format!("{block}.mlp.c_proj"),
+                format!("{block}.attn.c_proj"),
+            ),
+            (resnet, &images, "layer1.0.conv2".into(), "layer1.0.conv1".into(), "layer1.1.conv2".into()),
+        ];
+        for (model, features, counted, whole, other) in cases {
+            let model: ModelConfig = toml::from_str(model).unwrap();
+            let kept = UnitCounts::from([(counted.clone(), 2)]);
+            let layout = |ranks: Ranks| {
+                let reductions = Reductions { ranks, kept: kept.clone() };
+                models::build_reduced(&model, features, &reductions).unwrap().layout
+            };
+            let layers = factorizable(&model, &layout(Ranks::new()), &kept);
+            let has = |name: &str| layers.iter().any(|layer| layer.name == name);
+            assert!(!has(&whole) && has(&other), "{counted}: {layers:?}");
+            let ranks = layers.iter().map(|layer| (layer.name.clone(), 1)).collect();
+            assert!(factorizable(&model, &layout(ranks), &kept).is_empty(), "{counted}");
         }
     }
 

@@ -406,7 +406,9 @@ impl<'a> Estimator<'a> {
     fn persistent(&self, exec_plan: ExecutionPlan) -> Vec<Allocation> {
         let s = &self.inputs;
         let mut persistent = self.persistent_allocations(exec_plan);
-        let prefetch = s.loader_bytes(exec_plan.micro_batch, exec_plan.prefetch);
+        // A run asks the loader for no more samples than the training set has.
+        let samples = exec_plan.micro_batch.min(s.train_samples as usize);
+        let prefetch = s.loader_bytes(samples, exec_plan.prefetch);
         persistent.push(s.allocation(Role::DataPipeline, "prefetch", prefetch));
         if s.on_device() {
             // Staging buffers for the larger of the training and evaluation micro-batches, on both sides.

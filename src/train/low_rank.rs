@@ -21,8 +21,8 @@ const BISECTIONS: usize = 60;
 #[derive(Debug, thiserror::Error)]
 pub enum LowRankError {
     #[error(
-        "`[lowrank]` factorizes nothing: of {}, none becomes smaller at {asked}",
-        counted(*layers as u64, "linear layer or convolution")
+        "`[lowrank]` factorizes nothing: of {} that may be, none becomes smaller at {asked}",
+        counted(*layers as u64, "layer")
     )]
     Nothing { layers: usize, asked: String },
     #[error(

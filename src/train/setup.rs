@@ -34,6 +34,7 @@ use crate::memory::process::{ProcessMemory, ThreadStacks};
 use crate::metrics::task::TargetScale;
 use crate::models::{BuiltModel, LossOptions, ModelError};
 use crate::params::{ParamLayout, ParamRules};
+use crate::planner::ExecutionPlan;
 use crate::planner::budget::{self, TargetMachine};
 
 /// A prepared job.
@@ -354,6 +355,11 @@ impl Setup {
             workers: self.workers,
             skip_bad: bad_record_policy(&self.job.data.loader).skips(),
         }
+    }
+
+    /// Samples of a training batch as the loader reads it: no more than the training set has.
+    pub fn loaded_batch(&self, plan: ExecutionPlan) -> usize {
+        plan.micro_batch.min(self.datasets.train.len() as usize)
     }
 
     /// Buffer bytes of the loader for micro-batches of this size, within `limit` bytes.

@@ -43,7 +43,7 @@ impl<'a> TrialUpdates<'a> {
         most: u64,
     ) -> Result<Self, Failure> {
         let engine = Engine::new(setup, ledgers.clone(), plan, graphs && plan.offload.is_empty())?;
-        let micro_batch = plan.micro_batch.min(setup.datasets.train.len() as usize);
+        let micro_batch = setup.loaded_batch(plan);
         let prefetch_bytes = setup.loader_bytes(micro_batch, plan.prefetch);
         let prefetch = ledgers.host.reserve(Role::DataPipeline, "prefetch", prefetch_bytes);
         let loader = Loader::start(

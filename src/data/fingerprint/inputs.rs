@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
+use super::file_records::printable;
 use crate::DataError;
 use crate::images::{LabelColumns, walk_image_folder, walk_image_table};
 
@@ -31,12 +32,11 @@ impl FingerprintInput {
 
     /// Name for messages.
     pub fn name(&self) -> String {
+        let first = printable(self.path().as_os_str().as_encoded_bytes());
         match &self.kind {
-            InputKind::Files(files) if files.len() > 1 => {
-                format!("{} and {} more", files[0].display(), files.len() - 1)
-            }
+            InputKind::Files(files) if files.len() > 1 => format!("{first} and {} more", files.len() - 1),
             InputKind::Settings(_) => "generated samples".into(),
-            _ => self.path().display().to_string(),
+            _ => first,
         }
     }
 

@@ -1,3 +1,5 @@
+use std::fs::File;
+
 use super::*;
 use crate::NoProgress;
 use crate::images::LabelColumns;
@@ -113,6 +115,60 @@ fn a_folder_is_its_names_and_contents() {
     data.write("set/dog/new.txt", "no image");
     fs::rename(data.path("set/cat/7.jpg"), data.path("set/dog/7.jpg")).unwrap();
     assert_eq!(first.changes(&data.fingerprint(folder("set"), Some(&first))), [""; 0]);
+}
+
+/// The files of a folder and of a list that a change names: only those that changed, came or went.
+#[test]
+fn only_what_changed_is_named() {
+    let data = TempData::new();
+    let odd = ["a\n1 2 3 b.jpg", "a b.jpg", "\u{7f}.jpg", "0.jpg", "tab\t.jpg", "z.jpg"];
+    let names: Vec<String> =
+        odd.into_iter().map(String::from).chain((100..400).map(|i| format!("{i}.jpg"))).collect();
+    let path = |name: &String| format!("set/cat/{name}");
+    names.iter().for_each(|name| data.write(&path(name), name));
+    let paths: Vec<String> = names.iter().map(path).collect();
+    let folder = |_: &[String]| InputKind::Folder(data.path("set"));
+    let list = |paths: &[String]| data.files(&paths.iter().map(String::as_str).collect::<Vec<_>>());
+    let kinds: [(&str, &dyn Fn(&[String]) -> InputKind); 2] = [("folder", &folder), ("list", &list)];
+    for (cache, kind) in kinds {
+        let fingerprint = |paths: &[String]| data.fingerprint_with_cache(kind(paths), None, cache);
+        let named = |change: &str, before: &DataFingerprint, now: DataFingerprint| {
+            let changes = before.changes(&now);
+            let [text] = &changes[..] else { panic!("{change}: {changes:?}") };
+            assert!(!text.contains('\n'), "{text}");
+            let shown = text.split_once(", such as ").unwrap_or_else(|| panic!("{change}: {text}")).1;
+            let shown: Vec<&str> = shown.split("`, `").collect();
+            shown.join("|").replace(&format!("{}/", data.path("set/cat").display()), "").replace("cat/", "")
+        };
+        let first = fingerprint(&paths);
+        data.write("set/cat/350.jpg", "-");
+        let changed = fingerprint(&paths);
+        assert_eq!(named("changed", &first, changed.clone()), "`350.jpg`", "{cache}");
+        data.write(&paths[0], "-");
+        let changed_twice = fingerprint(&paths);
+        assert_eq!(named("changed", &changed, changed_twice.clone()), "`a\\n1 2 3 b.jpg`", "{cache}");
+        fs::remove_file(data.path("set/cat/0.jpg")).unwrap();
+        let without: Vec<String> = paths.iter().filter(|path| *path != "set/cat/0.jpg").cloned().collect();
+        let gone = fingerprint(&without);
+        assert_eq!(named("gone", &changed_twice, gone.clone()), "`0.jpg`, which is gone", "{cache}");
+        data.write("set/cat/0.jpg", "0.jpg");
+        assert_eq!(named("new", &gone, fingerprint(&paths)), "`0.jpg`, which is new", "{cache}");
+        fs::remove_file(data.path("set/cat/z.jpg")).unwrap();
+        let last: Vec<String> = paths.iter().filter(|path| !path.ends_with("/z.jpg")).cloned().collect();
+        assert_eq!(named("last", &changed_twice, fingerprint(&last)), "`z.jpg`, which is gone", "{cache}");
+        names.iter().for_each(|name| data.write(&path(name), name));
+    }
+}
+
+#[test]
+fn names_are_printed_in_one_line() {
+    for (name, shown) in [
+        (&b"a b.jpg"[..], "a b.jpg"),
+        (b"\xc3\xa4\n'\x1b.jpg", "ä\\n'\\u{1b}.jpg"),
+        (b"\xff\xfe", "\\xff\\xfe"),
+    ] {
+        assert_eq!(printable(name), shown);
+    }
 }
 
 #[test]

@@ -289,9 +289,12 @@ impl RowEncoder {
             ColumnEncoder::Number { .. } if is_missing => None,
             ColumnEncoder::Number { mean, scale, .. } => {
                 let value = ((code - mean) * scale) as f32;
-                (!value.is_finite()).then(|| column.notation.expected().into())
+                let expected =
+                    if code.is_nan() { column.notation.expected() } else { super::EXPECTED_IN_RANGE };
+                (!value.is_finite()).then(|| expected.into())
             }
-            ColumnEncoder::Weight => (!(code as f32).is_finite()).then(|| super::EXPECTED_WEIGHT.into()),
+            ColumnEncoder::Weight if code.is_nan() => Some(super::EXPECTED_WEIGHT.into()),
+            ColumnEncoder::Weight => (!(code as f32).is_finite()).then(|| super::EXPECTED_IN_RANGE.into()),
             ColumnEncoder::Flag { .. } => code.is_nan().then(|| super::EXPECTED_FLAG.into()),
             _ if code.to_bits() == UNREADABLE.to_bits() => Some(super::EXPECTED_UTF8.into()),
             ColumnEncoder::Labels { list } => {

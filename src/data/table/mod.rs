@@ -217,6 +217,9 @@ pub trait TableReader: Send + Sync {
     -> Result<(), DataError>;
 }
 
+/// What is expected of a number that a sample holds in 32 bits.
+const EXPECTED_IN_RANGE: &str = "a number within the range of 32-bit floats as it is encoded";
+
 /// What is expected of a sample weight.
 const EXPECTED_WEIGHT: &str = "a weight: a number of 0 or more";
 

@@ -19,6 +19,11 @@ use crate::{DataError, ProgressObserver};
 /// Maximum columns, over all partitions, that are scanned at a time: 56 bytes each.
 const MAX_BATCH_COLUMNS: usize = 1 << 19;
 
+/// Maximum magnitude of a number: the products of [`Moments`] stay finite for 2^62 rows.
+const MAX_MAGNITUDE: f64 = 1e120;
+const EXPECTED_MAGNITUDE: &str =
+    "a number from -1e120 to 1e120: beyond these, a column has no standard deviation";
+
 /// Maximum bytes of a category name.
 const MAX_CATEGORY_BYTES: usize = 256;
 
@@ -220,6 +225,9 @@ impl StatisticsPass<'_> {
                     }
                     None => return Err(cells.cell_error(i, column.notation.expected().into())),
                 };
+                if numbers[i].abs() > MAX_MAGNITUDE {
+                    return Err(cells.cell_error(i, EXPECTED_MAGNITUDE.into()));
+                }
                 if column.weight && numbers[i] < 0.0 {
                     return Err(cells.cell_error(i, super::EXPECTED_WEIGHT.into()));
                 }
@@ -318,5 +326,16 @@ mod tests {
         (0..1000).for_each(|_| moments.push(0.1));
         assert_eq!((moments.mean, moments.std()), (0.1, 0.0));
         assert_eq!(Moments::default().std(), 0.0);
+    }
+
+    /// The largest numbers, in the most rows: nothing overflows on the way.
+    #[test]
+    fn numbers_of_any_accepted_magnitude_have_a_deviation() {
+        let mut half = Moments::default();
+        half.push(MAX_MAGNITUDE);
+        half.count = 1 << 61;
+        let mut total = Moments { mean: -MAX_MAGNITUDE, ..half };
+        total.merge(&half);
+        assert_eq!((total.mean, total.std()), (0.0, MAX_MAGNITUDE));
     }
 }

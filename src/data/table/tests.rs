@@ -312,6 +312,12 @@ fn every_error_is_reported_with_its_location() {
             "line 3, column `x`: `1e999` is not a finite number",
         ),
         (
+            "more than 32 bits",
+            "x,y\n1,0.5\n1e39,0.5\n".into(),
+            numbers(),
+            "line 3, column `x`: `1e39` is not a number within the range of 32-bit floats",
+        ),
+        (
             "no target",
             "x,y\n1,\n2,0.5\n".into(),
             standard(),

@@ -6,7 +6,7 @@
 
 use std::any::Any;
 
-use super::network::{Network, Node};
+use super::network::{LayerBlock, Network, Node};
 use crate::kernels::{Activation, ClampActivation};
 use crate::layers::Layer;
 use crate::layers::activation::ActivationLayer;
@@ -28,6 +28,14 @@ impl Network {
     /// Inserts a layer at every point of a network whose samples have this shape, before it is fused. The logits, which
     /// the loss computes, have none.
     pub fn insert_points(&mut self, input: &[usize], make: &mut MakePoint) {
+        if self.blocks.is_empty() {
+            // Only the loss has a layer, which takes what the network takes.
+            let nodes: Vec<Node> = make(INPUT, input).into_iter().map(Node::Layer).collect();
+            if !nodes.is_empty() {
+                self.blocks.push(LayerBlock { name: INPUT.to_owned(), nodes, recompute_rank: 0 });
+            }
+            return;
+        }
         let embeds =
             self.layers().first().is_some_and(|layer| (*layer as &dyn Any).is::<CategoricalEmbedding>());
         for (at, block) in self.blocks.iter_mut().enumerate() {

@@ -23,6 +23,9 @@ const CODE_MARGIN_BYTES: (u64, u64) = (1 << 20, 5 << 19);
 const SMALL_PLAN_BYTES: u64 = 64 << 20;
 const SMALL_PLAN_CODE_MARGIN_BYTES: (u64, u64) = (2 << 20, 7 << 19);
 
+/// The same where a phase begins that runs other code than steps do, more than 5 MiB within a fifth of a millisecond.
+const PHASE_CODE_MARGIN_BYTES: (u64, u64) = (6 << 20, 7 << 20);
+
 /// Fragments are trimmed when less than this part of the plan is left, but not less than the first and not more than
 /// the second number of bytes: a larger job leaves larger fragments between two checks.
 const TRIM_MARGIN_FRACTION: u64 = 64;
@@ -75,7 +78,7 @@ pub fn set(limit: ResidentLimit) {
 fn watch() {
     loop {
         let interval = lock().as_mut().map_or(WATCH_INTERVALS.1, |state| {
-            state.limit_code();
+            state.limit_code(None);
             state.interval
         });
         std::thread::sleep(interval.clamp(WATCH_INTERVALS.0, WATCH_INTERVALS.1));
@@ -90,17 +93,26 @@ pub fn limit_code() {
         && let Some(state) = state.as_mut()
         && Instant::now() >= state.next_check
     {
-        state.limit_code();
+        state.limit_code(None);
     }
 }
 
 /// Drops code beyond its limit, and checks often from now on: code that has not run for a while is about to.
 pub fn limit_code_now() {
+    limit_code_to(None);
+}
+
+/// [`limit_code_now`], with room for a phase that runs other code than steps do.
+pub fn limit_code_for_phase() {
+    limit_code_to(Some(PHASE_CODE_MARGIN_BYTES));
+}
+
+fn limit_code_to(margin: Option<(u64, u64)>) {
     if IS_SET.load(Relaxed)
         && let Some(state) = lock().as_mut()
     {
         state.interval = CHECK_INTERVALS.0;
-        state.limit_code();
+        state.limit_code(margin);
     }
 }
 
@@ -130,13 +142,14 @@ impl LimitState {
         }
     }
 
-    fn limit_code(&mut self) {
+    /// Leaves this margin, or that of a step.
+    fn limit_code(&mut self, margin: Option<(u64, u64)>) {
         let file_rss = || read_statm(&self.statm).1;
         let resident = file_rss();
-        let (least, wanted) = match self.planned() < SMALL_PLAN_BYTES {
+        let (least, wanted) = margin.unwrap_or(match self.planned() < SMALL_PLAN_BYTES {
             true => SMALL_PLAN_CODE_MARGIN_BYTES,
             false => CODE_MARGIN_BYTES,
-        };
+        });
         if resident + least > self.limit.max_file_rss {
             drop_code_until(|| file_rss() + wanted <= self.limit.max_file_rss);
         }

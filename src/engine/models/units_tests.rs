@@ -122,4 +122,12 @@ fn layers_keep_what_they_have() {
         error("layers.1", 2),
         "`prune.kept` has `layers.1`, which is no layer with channels or heads to prune; those layers are `layers.0`"
     );
+    let none: ModelConfig =
+        toml::from_str("kind = 'layers'\nlayers = [{ kind = 'linear', outputs = 3 }]").unwrap();
+    let kept = UnitCounts::from([("layers.0".to_owned(), 2)]);
+    let reductions = Reductions { kept, ..Reductions::default() };
+    assert_eq!(
+        build_reduced(&none, &Input::Vector.features(), &reductions).err().unwrap().to_string(),
+        "`prune.kept` has `layers.0`, which is no layer with channels or heads to prune; there are none"
+    );
 }

@@ -271,6 +271,9 @@ pub fn matching_layers<'a>(
 /// The names most similar to a pattern, for a message.
 pub fn near_names(what: &str, pattern: &str, names: &[&str]) -> String {
     const SHOWN: usize = 4;
+    if names.is_empty() {
+        return "there are none".into();
+    }
     let mut names: Vec<(f64, &str)> =
         names.iter().map(|name| (strsim::jaro_winkler(pattern, name), *name)).collect();
     names.sort_by(|a, b| b.0.total_cmp(&a.0).then(a.1.cmp(b.1)));

@@ -117,15 +117,13 @@ impl ExportError {
                     .collect();
                 Some(format!("a `{kind}` model exports with {}", formats.join(", ")))
             }
-            Self::Factorized { .. } => {
-                Some("`--format onnx`, `tflite` and `safetensors` keep the two layers".into())
-            }
-            Self::Shrunk { .. } => {
-                Some("`--format onnx` and `safetensors` take layers of any size, and so does `tflite`".into())
-            }
-            Self::Uneven { .. } => {
-                Some("prune all layers alike, with `scope = \"tensor\"`; `--format onnx` takes any".into())
-            }
+            Self::Factorized { .. } => Some("`--format onnx` and `safetensors` keep the two layers".into()),
+            Self::Shrunk { .. } => Some("`--format onnx` and `safetensors` take layers of any size".into()),
+            Self::Uneven { .. } => Some(
+                "prune all layers alike: `prune.scope = \"tensor\"`, and none of them alone in `prune.skip` or \
+                 `train.freeze`; `--format onnx` and `safetensors` take layers of any size"
+                    .into(),
+            ),
             Self::QuantizationFormat { quantized, format } => {
                 let formats: Vec<String> = quantized
                     .formats()

@@ -11,15 +11,17 @@ use crate::kernels::low_rank::{Factors, Matrix, factorize};
 use crate::models;
 use crate::params::{MatrixLayer, TensorSpec, TensorUse};
 
-/// Writes the parameters and statistics of `model` with layers factorized at `ranks` and a fraction `sparsity` of each
-/// matrix, the smallest weights, zero. One tensor and its factors are in memory at a time.
+/// Writes the parameters and statistics of `model` with layers factorized at `ranks`, which include those of the layers
+/// that have factors already, and a fraction `sparsity` of each matrix, the smallest weights, zero. One tensor and its
+/// factors are in memory at a time.
 pub fn write_variant(
     model: &TrainedModel,
     ranks: &Ranks,
     sparsity: f64,
     path: &Path,
 ) -> Result<(), ExportError> {
-    let reductions = Reductions { ranks: ranks.clone(), ..Reductions::of_job(&model.job) };
+    let own = Reductions::of_job(&model.job);
+    let reductions = Reductions { ranks: ranks.clone(), kept: own.kept };
     let layout = models::build_reduced(&model.job.model, model.features(), &reductions)?.layout;
     let files = WeightFiles::open(&model.weights, &model.statistics)?;
     let specs: Vec<&TensorSpec> = all_specs(&layout).collect();
@@ -29,7 +31,7 @@ pub fn write_variant(
     let mut last: Option<(&str, Factors)> = None;
     let mut values = |index: usize| {
         let spec = specs[index];
-        let mut values = match source(&layout.matrices, &spec.name) {
+        let mut values = match source(&layout.matrices, &own.ranks, &spec.name) {
             Source::Same => files.read(&spec.name, &spec.shape)?,
             Source::Bias(whole) => files.read(whole, &spec.shape)?,
             Source::Factor { layer, rank, is_left } => {
@@ -62,9 +64,10 @@ enum Source<'a> {
     },
 }
 
-fn source<'a>(layers: &'a [MatrixLayer], name: &str) -> Source<'a> {
+/// `own` has the ranks of the layers that are factors in the model too.
+fn source<'a>(layers: &'a [MatrixLayer], own: &Ranks, name: &str) -> Source<'a> {
     let found = layers.iter().find_map(|layer| {
-        let rank = layer.rank?;
+        let rank = layer.rank.filter(|_| !own.contains_key(&layer.name))?;
         let [left, right] = layer.factor_weights();
         if let Some((bias, whole)) = layer.factor_bias()
             && bias == name

@@ -133,7 +133,7 @@ impl<'a> RunContext<'a> {
             return Ok(train_loader);
         }
         let (setup, plan) = (self.setup, self.engine.plan());
-        let micro_batch = plan.micro_batch.min(setup.datasets.train.len() as usize);
+        let micro_batch = setup.loaded_batch(plan);
         self.engine.host_ledger.set_phase(Phase::Start);
         let prefetch_bytes = setup.loader_bytes(micro_batch, plan.prefetch);
         let reservation = self

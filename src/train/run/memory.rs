@@ -149,7 +149,7 @@ impl MemoryControl {
         }
         let (setup, current) = (ctx.setup, ctx.engine.plan());
         let no_prefetch = ExecutionPlan { prefetch: 0, ..current };
-        let loader_bytes = |plan: ExecutionPlan| setup.loader_bytes(plan.micro_batch, plan.prefetch);
+        let loader_bytes = |plan: ExecutionPlan| setup.loader_bytes(setup.loaded_batch(plan), plan.prefetch);
         // Smaller micro-batches free GPU memory, not host memory.
         let smaller = next_smaller(ctx, 0).filter(|_| setup.gpu.is_none());
         let next = match pressure::choose_action(
