@@ -44,6 +44,25 @@ fn bytes(plan: &Value, path: &str) -> u64 {
     plan.pointer(path).and_then(Value::as_u64).unwrap_or_else(|| panic!("no {path} in {plan}"))
 }
 
+/// A micro-batch has no more samples than there are, and the plan counts no more.
+#[test]
+fn a_batch_larger_than_its_samples_takes_no_more_than_they_do() {
+    let folder = job_folder(JOB);
+    let needs = |batch: &str, accumulation: &str| {
+        let sets = [batch, accumulation].map(|set| ["--set".to_owned(), set.to_owned()]).concat();
+        let args: Vec<&str> = ["--ram", "1GiB"].into_iter().chain(sets.iter().map(String::as_str)).collect();
+        let (plan, code) = plan(folder.path(), &args);
+        assert_eq!(code, 0, "{plan}");
+        bytes(&plan, "/peak/ram_bytes")
+    };
+    let all = needs("train.batch_size=64", "train.accumulation_steps=1");
+    for (batch, accumulation) in [(1000, 1), (1_000_000, 1), (1 << 20, 1024)] {
+        let more =
+            needs(&format!("train.batch_size={batch}"), &format!("train.accumulation_steps={accumulation}"));
+        assert!(more.abs_diff(all) <= all / 100, "{more} for {batch}, {accumulation} times, {all} for 64");
+    }
+}
+
 /// On the CPU, for budgets from nothing to enough: the plan fits, or its advice does once applied.
 #[test]
 fn what_is_advised_fits_when_it_is_applied() {
