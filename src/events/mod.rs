@@ -97,11 +97,7 @@ impl Reporter {
     /// last event.
     pub fn record(&mut self, event: Event) -> Result<(), ReportError> {
         let record = EventRecord { t: (self.clock)(), event };
-        let limit_code = match record.event {
-            Event::Step { .. } => resident_limit::limit_code_now,
-            _ => resident_limit::limit_code_for_phase,
-        };
-        self.for_each_sink(limit_code, |sink| sink.record(&record))
+        self.for_each_sink(|sink| sink.record(&record))
     }
 
     /// Passes the distribution of a tensor's values after update `step` to every sink.
@@ -112,23 +108,22 @@ impl Reporter {
         histogram: &Histogram,
     ) -> Result<(), ReportError> {
         let t = (self.clock)();
-        self.for_each_sink(resident_limit::limit_code_now, |sink| sink.histogram(t, step, name, histogram))
+        self.for_each_sink(|sink| sink.histogram(t, step, name, histogram))
     }
 
     /// Finishes every sink: clears progress bars, syncs files.
     pub fn finish(&mut self) -> Result<(), ReportError> {
-        self.for_each_sink(resident_limit::limit_code_for_phase, |sink| sink.finish())
+        self.for_each_sink(|sink| sink.finish())
     }
 
-    /// `limit_code` runs before every sink, which runs code of its own.
     fn for_each_sink(
         &mut self,
-        limit_code: fn(),
         mut call: impl FnMut(&mut dyn Sink) -> io::Result<()>,
     ) -> Result<(), ReportError> {
         let mut outcome = Ok(());
+        // Every sink runs code of its own.
         let mut call = |sink: &mut dyn Sink| {
-            limit_code();
+            resident_limit::limit_code_now();
             call(sink)
         };
         for sink in &mut self.required {

@@ -193,7 +193,7 @@ impl Checkpoints {
         if let Some(tensor) = not_finite {
             return Err(Failure::NotFinite { step: state.step, tensor, checkpoint: None });
         }
-        resident_limit::limit_code_for_phase();
+        resident_limit::limit_code_now();
         for from in attached {
             let Some(name) = from.file_name() else { continue };
             let to = folder.join(name);

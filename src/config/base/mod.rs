@@ -1,6 +1,7 @@
 //! The floor: types and functions that every module may use and that use none of them.
 
 pub mod backend;
+pub mod byte_count;
 pub mod features;
 pub mod file_format;
 pub mod memory_space;

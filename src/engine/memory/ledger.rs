@@ -237,7 +237,7 @@ impl Ledger {
     pub fn set_phase(&self, phase: Phase) {
         lock(&self.account).phase = phase;
         if matches!(phase, Phase::Eval | Phase::Checkpoint) {
-            resident_limit::limit_code_for_phase();
+            resident_limit::limit_code_now();
         }
     }
 

@@ -9,10 +9,10 @@
 use super::page_pool::PAGE;
 use super::resident_limit::{self, ResidentLimit};
 use super::{measure, pressure};
-use crate::base::proc_status::proc_status;
+use crate::base::proc_status::{exact_resident, proc_status};
 
 /// Fraction of the program's code, in 64ths, that may be resident: what training, evaluation and checkpoints run.
-const RESIDENT_CODE_64THS: u64 = if cfg!(debug_assertions) { 29 } else { 28 };
+const RESIDENT_CODE_64THS: u64 = if cfg!(debug_assertions) { 26 } else { 27 };
 
 /// Stack and thread-local memory that a thread touches: one that computes, besides the buffers of kernels, and one that
 /// loads data, which decodes images.
@@ -78,7 +78,7 @@ impl ProcessMemory {
         let cpus = std::thread::available_parallelism().map_or(1, |cpus| cpus.get() as u64);
         let preparation_peak = (measure::resident_peak() + rss_lag(cpus)).next_multiple_of(GRANULARITY);
         let code = resident_limit::drop_code() * RESIDENT_CODE_64THS / 64;
-        let Some(resident) = proc_status("VmRSS:") else { return Self::default() };
+        let Some(resident) = exact_resident() else { return Self::default() };
         let later = code + FRAGMENTATION_BYTES + stacks.bytes();
         let non_heap = (resident.saturating_sub(measure::live_bytes()) + later).next_multiple_of(GRANULARITY);
         let max_file_rss = proc_status("RssFile:").map_or(0, |file| file + code);

@@ -16,15 +16,16 @@ use rustix::mm::{Advice, madvise};
 use super::{measure, pressure};
 
 /// Code is dropped when less than the first number of bytes of its limit is left, until the second is left: more than a
-/// program maps between two checks.
-const CODE_MARGIN_BYTES: (u64, u64) = (1 << 20, 5 << 19);
+/// step maps between two checks.
+const STEP_CODE_MARGIN_BYTES: (u64, u64) = (1 << 20, 5 << 19);
 
 /// The same in a plan of less than this: steps are short, and on a loaded machine checks come late.
 const SMALL_PLAN_BYTES: u64 = 64 << 20;
 const SMALL_PLAN_CODE_MARGIN_BYTES: (u64, u64) = (2 << 20, 7 << 19);
 
-/// The same where a phase begins that runs other code than steps do, more than 5 MiB within a fifth of a millisecond.
-const PHASE_CODE_MARGIN_BYTES: (u64, u64) = (6 << 20, 7 << 20);
+/// The same where other code begins than that of steps, such as an evaluation or an event: more than 5 MiB of it within a
+/// fifth of a millisecond.
+const OTHER_CODE_MARGIN_BYTES: (u64, u64) = (6 << 20, 7 << 20);
 
 /// Fragments are trimmed when less than this part of the plan is left, but not less than the first and not more than
 /// the second number of bytes: a larger job leaves larger fragments between two checks.
@@ -32,7 +33,7 @@ const TRIM_MARGIN_FRACTION: u64 = 64;
 const TRIM_MARGIN_BYTES: (u64, u64) = (1 << 20, 4 << 20);
 
 /// The shortest and the longest time between two checks.
-const CHECK_INTERVALS: (Duration, Duration) = (Duration::from_micros(50), Duration::from_millis(4));
+const CHECK_INTERVALS: (Duration, Duration) = (Duration::from_micros(50), Duration::from_millis(1));
 
 /// The same for the thread that checks, and its stack.
 const WATCH_INTERVALS: (Duration, Duration) = (Duration::from_micros(500), Duration::from_millis(4));
@@ -78,7 +79,7 @@ pub fn set(limit: ResidentLimit) {
 fn watch() {
     loop {
         let interval = lock().as_mut().map_or(WATCH_INTERVALS.1, |state| {
-            state.limit_code(None);
+            state.limit_code_of_steps();
             state.interval
         });
         std::thread::sleep(interval.clamp(WATCH_INTERVALS.0, WATCH_INTERVALS.1));
@@ -86,33 +87,24 @@ fn watch() {
 }
 
 /// Drops code beyond its limit, if it is time to check. Costs some nanoseconds if it is not, and microseconds if
-/// nothing exceeds the limit.
+/// nothing exceeds the limit. Waits for a check of another thread, which may have lost its core: what would run
+/// meanwhile is not limited.
 pub fn limit_code() {
     if IS_SET.load(Relaxed)
-        && let Ok(mut state) = STATE.try_lock()
-        && let Some(state) = state.as_mut()
+        && let Some(state) = lock().as_mut()
         && Instant::now() >= state.next_check
     {
-        state.limit_code(None);
+        state.limit_code_of_steps();
     }
 }
 
-/// Drops code beyond its limit, and checks often from now on: code that has not run for a while is about to.
+/// Makes room for code that has not run for a while and is about to, and checks often from now on.
 pub fn limit_code_now() {
-    limit_code_to(None);
-}
-
-/// [`limit_code_now`], with room for a phase that runs other code than steps do.
-pub fn limit_code_for_phase() {
-    limit_code_to(Some(PHASE_CODE_MARGIN_BYTES));
-}
-
-fn limit_code_to(margin: Option<(u64, u64)>) {
     if IS_SET.load(Relaxed)
         && let Some(state) = lock().as_mut()
     {
         state.interval = CHECK_INTERVALS.0;
-        state.limit_code(margin);
+        state.limit_code(OTHER_CODE_MARGIN_BYTES);
     }
 }
 
@@ -142,14 +134,17 @@ impl LimitState {
         }
     }
 
-    /// Leaves this margin, or that of a step.
-    fn limit_code(&mut self, margin: Option<(u64, u64)>) {
+    fn limit_code_of_steps(&mut self) {
+        self.limit_code(match self.planned() < SMALL_PLAN_BYTES {
+            true => SMALL_PLAN_CODE_MARGIN_BYTES,
+            false => STEP_CODE_MARGIN_BYTES,
+        });
+    }
+
+    /// Leaves this margin.
+    fn limit_code(&mut self, (least, wanted): (u64, u64)) {
         let file_rss = || read_statm(&self.statm).1;
         let resident = file_rss();
-        let (least, wanted) = margin.unwrap_or(match self.planned() < SMALL_PLAN_BYTES {
-            true => SMALL_PLAN_CODE_MARGIN_BYTES,
-            false => CODE_MARGIN_BYTES,
-        });
         if resident + least > self.limit.max_file_rss {
             drop_code_until(|| file_rss() + wanted <= self.limit.max_file_rss);
         }
