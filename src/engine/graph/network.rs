@@ -27,7 +27,7 @@ use super::node_timer::{self, NodePass};
 use super::offload::{ActivationOffload, OffloadedTensor, PendingCopy};
 use crate::base::{Backend, MicroBatchSpec, Phase, Role};
 use crate::kernels::distillation::TeacherLogits;
-use crate::kernels::linear::{self, WeightLayout};
+use crate::kernels::linear::{self, TrainedParts, WeightLayout};
 use crate::kernels::matmul::GemvScope;
 use crate::kernels::reference::ReferenceScope;
 use crate::kernels::{Activation, host};
@@ -336,7 +336,8 @@ impl Network {
         let _copies = exec.reserve(Role::Workspace, name, (2 * values * size_of::<f32>()) as u64)?;
         let workspace = match spec.backend {
             Backend::Cpu { .. } => {
-                linear::workspace(spec.dtype, WeightLayout::OutIn, rows, (width, outputs), false).0
+                let frozen = TrainedParts { weight: false, bias: false };
+                linear::workspace(spec.dtype, WeightLayout::OutIn, rows, (width, outputs), frozen).0
             }
             Backend::Reference { .. } => 2 * spec.bytes(outputs),
             Backend::Cuda { .. } => 0,

@@ -14,7 +14,8 @@ mod gpu;
 use candle_core::{DType, Result, Tensor, WithDType};
 
 use super::linear::{
-    self, LinearKernel, WeightBiasGrads, WeightLayout, add_partials, hopper_supports_logits,
+    self, LinearKernel, WeightBiasGrads, WeightLayout, add_partials, column_sums_bytes,
+    hopper_supports_logits,
 };
 use super::matmul::{
     MatView, Threading, downcast_slice, downcast_slice_mut, gemm, gemm_workspace, is_native_dtype, matmul,
@@ -469,13 +470,13 @@ pub fn workspace(dtype: DType, rows: usize, classes: usize, width: usize, bias: 
     let weight = gemm_workspace(operands, (classes, chunk, width), true, Threading::Parallel);
     let input = matmul_workspace(operands, (chunk, classes, width), false, Threading::Parallel);
     let evaluate = chunk * classes * acc + copies;
-    let columns = if bias { chunk.div_ceil(cpu::rows_per_chunk(classes)) * classes * acc } else { 0 };
+    let columns = if bias { column_sums_bytes(dtype, chunk, classes) } else { 0 };
     let rounding = match (is_narrow, copied) {
         (false, _) => 0,
         (true, true) => chunk * width * acc,
         (true, false) => chunk * classes * dtype.size_in_bytes(),
     };
-    (evaluate as u64 + logits, (evaluate + columns + rounding) as u64 + logits.max(weight).max(input))
+    (evaluate as u64 + logits, (evaluate + rounding) as u64 + columns + logits.max(weight).max(input))
 }
 
 /// Budget in bytes for logits on a GPU, and the row multiple that suits its GEMMs.

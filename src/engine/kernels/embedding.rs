@@ -6,7 +6,7 @@ mod gpu;
 use candle_core::{DType, Result, Tensor, bail};
 use rayon::prelude::*;
 
-use super::linear::{self, add_partials, column_sums};
+use super::linear::{self, add_partials, column_sums, column_sums_bytes};
 use super::{Elem, cpu, reference};
 use crate::{vectorised, with_elem};
 
@@ -162,13 +162,8 @@ pub fn workspace(
     width: usize,
     (token_grad, token_type_grad): (bool, bool),
 ) -> u64 {
-    let sort_keys = if token_grad { rows * size_of::<u64>() } else { 0 };
-    let sums = if token_type_grad {
-        rows.div_ceil(cpu::rows_per_chunk(width)) * width * cpu::acc_bytes(dtype)
-    } else {
-        0
-    };
-    (sort_keys + sums) as u64
+    let sort_keys = if token_grad { (rows * size_of::<u64>()) as u64 } else { 0 };
+    sort_keys + if token_type_grad { column_sums_bytes(dtype, rows, width) } else { 0 }
 }
 
 /// Sorted rows per GPU block: `SEGMENT_LEN` in embedding.cu.

@@ -237,16 +237,19 @@ impl LinearKernel<'_> {
                 activation_backward(d, Some(&v), self.act, n, grads.bias.is_some())
             })
         };
-        let sums = v.map(preactivation_grad).transpose()?;
+        let mut sums = v.map(preactivation_grad).transpose()?;
+        if let Some(bias) = grads.bias {
+            // Freed before the GEMMs: for wide outputs they take as much as `dy`.
+            let sums = match sums.take() {
+                Some(sums) => sums,
+                None => column_sums(&cpu::view::<T>(&dy)?, n),
+            };
+            cpu::with_slice_mut::<T::Acc, _>(bias, |bias| add_partials(bias, &sums))?;
+        }
         let (d, w) = (cpu::view::<T>(&dy)?, cpu::view::<T>(self.weight)?);
-        let all: &[T] = &d;
-        let (d, w) = (MatView::new(all, rows, n), self.weight_matrix(&w)?);
+        let (d, w) = (MatView::new(&d, rows, n), self.weight_matrix(&w)?);
         let values = values.as_ref().map(|values| MatView::new(values, rows, k));
         let weight = || {
-            if let Some(bias) = grads.bias {
-                let sums = sums.unwrap_or_else(|| column_sums(all, n));
-                cpu::with_slice_mut::<T::Acc, _>(bias, |bias| add_partials(bias, &sums))?;
-            }
             let (Some(dw), Some(values)) = (grads.weight, values) else { return Ok(()) };
             cpu::with_slice_mut::<T::Acc, _>(dw, |dw| match self.weight_layout {
                 WeightLayout::OutIn => gemm(dw, k, d.t(), values, true, Threading::Parallel),
@@ -295,23 +298,36 @@ pub(super) fn join_backward<A: Send, B: Send>(
     if runs_concurrently(dtype) { rayon::join(weight, input) } else { (weight(), input()) }
 }
 
-/// Bytes of temporaries of the forward and the backward GEMMs with a weight of `k` inputs and `n` outputs, frozen or
-/// `trained`.
+/// Bytes of the column sums of all chunks of `rows` rows of `n` values.
+pub fn column_sums_bytes(dtype: DType, rows: usize, n: usize) -> u64 {
+    (rows.div_ceil(cpu::rows_per_chunk(n)) * n * cpu::acc_bytes(dtype)) as u64
+}
+
+/// What is trained of a linear layer.
+#[derive(Clone, Copy, Debug)]
+pub struct TrainedParts {
+    pub weight: bool,
+    pub bias: bool,
+}
+
+/// Bytes of temporaries of the forward and the backward pass with a weight of `k` inputs and `n` outputs.
 pub fn workspace(
     dtype: DType,
     weight_layout: WeightLayout,
     rows: usize,
     (k, n): (usize, usize),
-    trained: bool,
+    trained: TrainedParts,
 ) -> (u64, u64) {
     let output = matmul_workspace(dtype, (rows, k, n), false, Threading::Parallel);
     let input = matmul_workspace(dtype, (rows, n, k), false, Threading::Parallel);
     let weight = match weight_layout {
-        _ if !trained => 0,
+        _ if !trained.weight => 0,
         WeightLayout::OutIn => gemm_workspace(dtype, (n, rows, k), true, Threading::Parallel),
         WeightLayout::InOut => gemm_workspace(dtype, (k, rows, n), true, Threading::Parallel),
     };
-    (output, if runs_concurrently(dtype) { weight + input } else { weight.max(input) })
+    let products = if runs_concurrently(dtype) { weight + input } else { weight.max(input) };
+    let sums = if trained.bias { column_sums_bytes(dtype, rows, n) } else { 0 };
+    (output, products.max(sums))
 }
 
 /// Row ranges whose column sums CUDA computes separately. Enough thread blocks of 128 columns to put six on

@@ -20,7 +20,6 @@ use candle_core::DType;
 
 use super::clamp::{ClampActivation, clamp};
 use super::cpu::{acc_bytes, parallel_for_rows, uninit};
-#[cfg(target_arch = "x86_64")]
 use super::dispatch::{Dispatch, dispatch};
 use super::im2col::ConvGeometry;
 use super::kernel_timer::{self, KernelScope};
@@ -421,22 +420,39 @@ pub fn gemm_workspace(
             return bytes;
         }
     }
-    // Mirrors what `gemm` 0.19 does, with the tile heights of AVX2 and AVX-512. It computes the transposed result,
-    // packs slices of at most KC of K, and packs `a` where its rows have a long stride and `b` where it is narrow.
-    const KC: usize = 512;
-    const MR_AVX2: usize = 24;
-    const MR_AVX512: usize = 48;
+    // Mirrors what `gemm` 0.19 does. It computes the transposed result, packs slices of at most KC of K, and packs `a`
+    // where its rows have a long stride and `b` where it is narrow.
     let packed = || {
+        let GemmTile { height, width, depth } = GemmTile::of(dtype);
         // Where `a` is a transpose, K runs over the samples, and a smaller batch may be cut into longer slices.
-        let depth = if transposed_a { k.min(KC) } else { k.div_ceil(k.div_ceil(KC).max(1)) };
-        let a = n > MR_AVX2 * if transposed_a { 2 } else { gemm::get_rhs_packing_threshold() };
-        let b = n <= 16 * MR_AVX512;
+        let depth = if transposed_a { k.min(depth) } else { k.div_ceil(k.div_ceil(depth).max(1)) };
+        let a = n > height * if transposed_a { 2 } else { gemm::get_rhs_packing_threshold() };
+        let b = n <= 16 * height;
         let values =
-            if a { m.next_multiple_of(8) } else { 0 } + if b { n.next_multiple_of(MR_AVX512) } else { 0 };
+            if a { m.next_multiple_of(width) } else { 0 } + if b { n.next_multiple_of(height) } else { 0 };
         depth * values
     };
     let packed = if dtype != DType::F64 && uses_avx512((m, k, n), threading) { 0 } else { packed() };
     (acc_bytes(dtype) * (packed + converted_elements(dtype, m * k + k * n))) as u64
+}
+
+/// The tile of the result that a kernel of `gemm` 0.19 keeps in registers, transposed as it computes it, and the longest
+/// slice of K.
+struct GemmTile {
+    height: usize,
+    width: usize,
+    depth: usize,
+}
+
+impl GemmTile {
+    fn of(dtype: DType) -> Self {
+        let size = acc_bytes(dtype);
+        match dispatch() {
+            Dispatch::Portable => Self { height: 2, width: 4, depth: 2048 },
+            Dispatch::Avx2 => Self { height: 2 * 32 / size, width: 6, depth: 1024 },
+            Dispatch::Avx512 | Dispatch::Amx => Self { height: 4 * 64 / size, width: 6, depth: 512 },
+        }
+    }
 }
 
 /// Bytes that each thread keeps after its first GEMM of this type. With AMX only f64 uses `gemm`.

@@ -9,7 +9,7 @@ mod gpu;
 use candle_core::{DType, Result, Tensor};
 
 use super::cross_entropy::ClassWeights;
-use super::linear::{LinearKernel, WeightBiasGrads, WeightLayout};
+use super::linear::{LinearKernel, TrainedParts, WeightBiasGrads, WeightLayout};
 use super::metric_sums::{self, MetricSums, PendingMetricSums};
 use super::parallel::{ParallelChunks, ParallelItems};
 use super::{Activation, Elem, Real, cpu, reference};
@@ -278,9 +278,14 @@ impl LinearPointwiseLoss<'_> {
     }
 }
 
-/// Workspace in bytes of `evaluate` and of `forward_backward` for `rows` rows of predictions, with a weight that is
-/// frozen or `trained`.
-pub fn workspace(dtype: DType, rows: usize, outputs: usize, width: usize, trained: bool) -> (u64, u64) {
+/// Workspace in bytes of `evaluate` and of `forward_backward` for `rows` rows of predictions.
+pub fn workspace(
+    dtype: DType,
+    rows: usize,
+    outputs: usize,
+    width: usize,
+    trained: TrainedParts,
+) -> (u64, u64) {
     let (forward, backward) =
         super::linear::workspace(dtype, WeightLayout::OutIn, rows, (width, outputs), trained);
     let predictions = cpu::size_in_bytes(dtype, rows * outputs);

@@ -10,7 +10,7 @@ use crate::base::{Backend, MicroBatchSpec};
 use crate::kernels::cross_entropy::reference_workspace;
 use crate::kernels::distillation::top::TopSoftTargets;
 use crate::kernels::distillation::{self, SoftTargets, TeacherLogits};
-use crate::kernels::linear::{self, LinearKernel, WeightLayout};
+use crate::kernels::linear::{self, LinearKernel, TrainedParts, WeightLayout};
 use crate::kernels::{Activation, add};
 use crate::params::ParamId;
 
@@ -88,8 +88,10 @@ impl Loss for Distillation {
         let products = match spec.backend {
             Backend::Cpu { .. } => {
                 let sizes = (width, classes);
+                let trained =
+                    TrainedParts { weight: weight.trained, bias: bias.is_some_and(|bias| bias.trained) };
                 let (forward, backward) =
-                    linear::workspace(spec.dtype, WeightLayout::OutIn, rows, sizes, weight.trained);
+                    linear::workspace(spec.dtype, WeightLayout::OutIn, rows, sizes, trained);
                 forward.max(backward)
             }
             Backend::Reference { .. } => reference_workspace(spec.dtype, rows, classes, width).1,

@@ -10,6 +10,7 @@ use super::reference::ReferenceLayer;
 use super::{Layer, Mode, PassContext};
 use crate::base::random::{RngKey, stream_id};
 use crate::base::{Backend, HOPPER, MicroBatchSpec};
+use crate::kernels::dispatch::{Dispatch, dispatch};
 use crate::kernels::reference::ReferenceScope;
 use crate::kernels::update::cast_into;
 use crate::kernels::{host, int8_weight};
@@ -436,7 +437,8 @@ fn check_measured_cost(
         println!("cost {name} {what} {dtype:?} {stated} {measured}");
         // Not every thread takes part in every pass, and GEMMs convert no more than they must: bounds, both. The
         // partial sums of channels are bounded for any batch.
-        let is_bound = per_thread || dtype != DType::F32;
+        // Whether the `gemm` crate packs an operand depends on its strides, too.
+        let is_bound = per_thread || dtype != DType::F32 || dispatch() != Dispatch::Amx;
         let is_above = measured > stated + SMALL_OBJECTS;
         let is_close = !is_above && (is_bound || stated <= measured + measured / 5 + SMALL_OBJECTS);
         assert!(is_close, "{name}: {what} takes {measured} bytes, and `cost` states {stated}; {dtype:?}");

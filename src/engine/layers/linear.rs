@@ -5,8 +5,8 @@ use candle_core::{Result, Tensor};
 use super::{Cost, Layer, PassContext, SavedTensors};
 use crate::base::{Backend, MicroBatchSpec};
 use crate::kernels::linear::{
-    ActBackward, LinearKernel as Kernel, WeightLayout, bias_gradient_workspace, hopper_column_sums_bytes,
-    hopper_supports, workspace,
+    ActBackward, LinearKernel as Kernel, TrainedParts, WeightLayout, bias_gradient_workspace,
+    hopper_column_sums_bytes, hopper_supports, workspace,
 };
 use crate::kernels::{Activation, SavedForBackward, activation};
 use crate::params::{ParamId, ParamInit, ParamRegistry};
@@ -248,14 +248,13 @@ impl Layer for Linear {
     fn cost(&self, spec: MicroBatchSpec) -> Cost {
         let (rows, k, n) = (spec.batch * self.rows_per_sample(), self.inputs, self.outputs);
         let output = spec.bytes(self.rows_per_sample() * n);
+        let trained =
+            TrainedParts { weight: self.weight.trained, bias: self.bias.is_some_and(|bias| bias.trained) };
         let (forward, backward) = match spec.backend {
-            Backend::Cpu { .. } => {
-                workspace(spec.dtype, self.weight_layout, rows, (k, n), self.weight.trained)
-            }
+            Backend::Cpu { .. } => workspace(spec.dtype, self.weight_layout, rows, (k, n), trained),
             Backend::Reference { .. } => (0, 0),
             Backend::Cuda { .. } => {
-                let bias_grad = self.bias.is_some_and(|bias| bias.trained);
-                let bias = if bias_grad { bias_gradient_workspace(spec.dtype, rows, n) } else { 0 };
+                let bias = if trained.bias { bias_gradient_workspace(spec.dtype, rows, n) } else { 0 };
                 let fused = spec.backend.is_hopper() && hopper_supports(spec.dtype, rows, k, n);
                 let fused = if fused { hopper_column_sums_bytes(rows, k) as u64 } else { 0 };
                 (0, bias.max(fused))
@@ -272,7 +271,7 @@ impl Layer for Linear {
             forward_workspace: forward,
             backward_workspace: backward,
             flops: 2 * (rows * k * n) as u64,
-            trains: self.weight.trained || self.bias.is_some_and(|bias| bias.trained),
+            trains: trained.weight || trained.bias,
             ..Cost::default()
         }
     }
@@ -327,6 +326,17 @@ mod tests {
                 Kernel { weight: &p[0], weight_layout, bias: p.get(1), act }.reference(x)
             });
             check_cost(&build, &|batch| random_tensor(&[batch, t, k], 1));
+        }
+    }
+
+    /// The partial sums of a bias gradient take as much as its rows.
+    #[test]
+    fn wide_outputs_cost_what_is_stated() {
+        for (k, n) in [(2, 20_000), (64, 20_000), (3, 4096)] {
+            let options = LinearOptions::torch_default(k, Activation::Gelu);
+            let build =
+                |d: &mut ParamRegistry| Box::new(Linear::new(d, "l", &[2, k], n, options)) as Box<dyn Layer>;
+            check_cost(&build, &|batch| random_tensor(&[batch, 2, k], 1));
         }
     }
 

@@ -5,8 +5,7 @@ use candle_core::{Result, Tensor};
 
 use super::{Cost, Layer, PassContext, SavedTensors};
 use crate::base::{Backend, MicroBatchSpec};
-use crate::kernels::cpu::{acc_bytes, rows_per_chunk};
-use crate::kernels::linear::bias_gradient_workspace;
+use crate::kernels::linear::{bias_gradient_workspace, column_sums_bytes};
 use crate::kernels::packed_linear::{Projection, backward, forward, workspace};
 use crate::params::{ParamId, ParamInit, ParamRegistry};
 
@@ -103,10 +102,9 @@ impl Layer for PackedLinear {
         let (weights, biases) = self.trained();
         let (forward, backward) = match spec.backend {
             Backend::Cpu { .. } => {
-                let sums = rows.div_ceil(rows_per_chunk(n)) * n * acc_bytes(spec.dtype);
                 let trained: Vec<bool> = self.projections.iter().map(|(weight, _)| weight.trained).collect();
                 let (forward, backward) = workspace(spec.dtype, rows, k, &self.widths, &trained);
-                (forward, backward + if biases { sums as u64 } else { 0 })
+                (forward, backward + if biases { column_sums_bytes(spec.dtype, rows, n) } else { 0 })
             }
             Backend::Reference { .. } => (0, 0),
             Backend::Cuda { .. } => {

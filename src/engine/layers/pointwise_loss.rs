@@ -8,7 +8,7 @@ use super::{Cost, PassContext};
 use crate::base::{Backend, MicroBatchSpec};
 use crate::kernels::Activation;
 use crate::kernels::cross_entropy::ClassWeights;
-use crate::kernels::linear::{LinearKernel, WeightLayout};
+use crate::kernels::linear::{LinearKernel, TrainedParts, WeightLayout};
 pub use crate::kernels::pointwise_loss::PointwiseLossFn;
 use crate::kernels::pointwise_loss::{LinearPointwiseLoss, cuda_workspace, reference_workspace, workspace};
 use crate::params::ParamId;
@@ -78,7 +78,13 @@ impl Loss for PointwiseLoss {
     fn cost(&self, spec: MicroBatchSpec) -> Cost {
         let rows = spec.batch * self.positions;
         let (forward, backward) = match spec.backend {
-            Backend::Cpu { .. } => workspace(spec.dtype, rows, self.outputs, self.width, self.weight.trained),
+            Backend::Cpu { .. } => {
+                let trained = TrainedParts {
+                    weight: self.weight.trained,
+                    bias: self.bias.is_some_and(|bias| bias.trained),
+                };
+                workspace(spec.dtype, rows, self.outputs, self.width, trained)
+            }
             Backend::Reference { .. } => reference_workspace(spec.dtype, rows, self.outputs, self.width),
             Backend::Cuda { .. } => {
                 let (bias, weighted) = (self.bias.is_some(), self.positive_weights.is_some());

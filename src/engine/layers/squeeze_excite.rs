@@ -6,7 +6,7 @@ use candle_core::{Result, Tensor};
 use super::{Cost, Layer, Mode, PassContext, SavedTensors};
 use crate::base::{Backend, MicroBatchSpec};
 use crate::kernels::linear::{
-    LinearKernel as Kernel, WeightBiasGrads, WeightLayout, bias_gradient_workspace, workspace,
+    LinearKernel as Kernel, TrainedParts, WeightBiasGrads, WeightLayout, bias_gradient_workspace, workspace,
 };
 use crate::kernels::{Activation, SavedForBackward, avg_pool, scale};
 use crate::params::{ParamId, ParamInit, ParamRegistry};
@@ -124,8 +124,11 @@ impl Layer for SqueezeExcite {
         let (forward, backward) = match spec.backend {
             Backend::Cpu { threads } => {
                 let sums = (threads * c * spec.dtype.size_in_bytes().max(4)) as u64;
-                let fc1 = workspace(spec.dtype, WeightLayout::OutIn, spec.batch, (c, s), self.fc1[0].trained);
-                let fc2 = workspace(spec.dtype, WeightLayout::OutIn, spec.batch, (s, c), self.fc2[0].trained);
+                let linear = |sizes, [weight, bias]: [ParamId; 2]| {
+                    let trained = TrainedParts { weight: weight.trained, bias: bias.trained };
+                    workspace(spec.dtype, WeightLayout::OutIn, spec.batch, sizes, trained)
+                };
+                let (fc1, fc2) = (linear((c, s), self.fc1), linear((s, c), self.fc2));
                 (sums.max(fc1.0).max(fc2.0), sums.max(fc1.1).max(fc2.1))
             }
             Backend::Reference { .. } => (0, 0),

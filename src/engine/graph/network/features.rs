@@ -12,7 +12,7 @@ use candle_core::{Result, Tensor};
 use super::{DeviceBatch, Executor, LayerBlock, Node, ReservedTensor, StepResult};
 use crate::base::{Backend, MicroBatchSpec, Role};
 use crate::kernels::cross_entropy::reference_workspace;
-use crate::kernels::linear::{self, LinearKernel, WeightLayout};
+use crate::kernels::linear::{self, LinearKernel, TrainedParts, WeightLayout};
 use crate::kernels::{Activation, add, distillation, feature_error};
 use crate::layers::PassContext;
 use crate::params::ParamId;
@@ -93,8 +93,9 @@ impl FeatureMatch {
         let (rows, sizes) = (spec.batch * self.rows, (self.inputs, self.outputs));
         let products = match spec.backend {
             Backend::Cpu { .. } => {
+                let trained = TrainedParts { weight: self.map.trained, bias: false };
                 let (forward, backward) =
-                    linear::workspace(spec.dtype, WeightLayout::OutIn, rows, sizes, self.map.trained);
+                    linear::workspace(spec.dtype, WeightLayout::OutIn, rows, sizes, trained);
                 forward.max(backward)
             }
             Backend::Reference { .. } => reference_workspace(spec.dtype, rows, self.outputs, self.inputs).1,
