@@ -480,6 +480,55 @@ fn data_that_is_prepared_stays_within_the_plan() {
     }
 }
 
+/// Readers hold the longest row of a table, and of JSON also the parsed record: the plan has both.
+#[cfg(target_os = "linux")]
+#[test]
+fn long_rows_and_records_stay_within_the_plan() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path();
+    let fields = |i: usize| -> String {
+        (0..50_000).map(|field| format!("\"f{field}\": {}.25, ", (i * 31 + field) % 97)).collect()
+    };
+    let wide: String = (0..12).map(|i| format!("{{{}\"y\": {i}.5}}\n", fields(i))).collect();
+    fs::write(path.join("wide.json"), wide).unwrap();
+    // Every letter is six bytes in the file and two in memory.
+    let escaped = "\\u00e9".repeat(1 << 20);
+    let record = |i: usize| format!("{{\"a\": {}, \"s\": \"{escaped}\", \"y\": {i}.5}}\n", i % 3);
+    fs::write(path.join("escaped.json"), (0..6).map(record).collect::<String>()).unwrap();
+    let long = "x".repeat(14 << 20);
+    for (name, quote) in [("long.csv", ""), ("quoted.csv", "\"")] {
+        let row = |i: usize| {
+            let text = if i == 15 || i == 17 { &long[..] } else { "short" };
+            format!("{},{quote}{text}{quote},{i}.5\n", i % 3)
+        };
+        fs::write(path.join(name), "a,s,y\n".to_owned() + &(0..20).map(row).collect::<String>()).unwrap();
+    }
+    for (name, data) in [
+        ("wide.json", "kind = 'json'"),
+        ("escaped.json", "kind = 'json'\nignore = ['s']"),
+        ("long.csv", "kind = 'csv'\nignore = ['s']"),
+        ("quoted.csv", "kind = 'csv'\nignore = ['s']"),
+    ] {
+        let job = format!(
+            "[model]\nkind = 'mlp'\nhidden = [8]\n[data]\n{data}\ntrain = ['{name}']\ntarget = 'y'\ntask = 'values'\n\
+             workers = 2\nprefetch = '1MiB'\n[train]\nbatch_size = 4\nsteps = 20\n[optimizer]\nkind = 'adamw'\n\
+             lr = 0.001\n"
+        );
+        fs::write(path.join("job.toml"), job).unwrap();
+        for time in ["first", "second"] {
+            let seen = fit(path, &[], name);
+            println!("{}", table(&[(format!("{name}, {time}"), seen.clone())]));
+            assert!(seen.planned - seen.process >= seen.measured, "{name}, {time}: {seen:?}");
+            assert!(seen.planned >= seen.resident, "{name}, {time}: {seen:?}");
+            // Every thread may hold the longest row, and training and evaluation read at the same time; here they do not
+            // always.
+            let most = seen.measured_peak() * 3 / 2 + MAX_OVERESTIMATE_SMALL;
+            assert!(time == "first" || seen.planned <= most, "{name}, {time}: {seen:?}");
+            fs::remove_dir_all(path.join("run")).unwrap();
+        }
+    }
+}
+
 /// An image that does not fit fails the run before it starts, with its name and two remedies; with either the job
 /// runs.
 #[cfg(target_os = "linux")]

@@ -167,7 +167,8 @@ impl EvalArgs {
         let display = common.display_options(io::stderr().is_terminal());
         let bar = sample_bar(display, dataset.len() / dataset.views(), "eval");
         let evaluation =
-            rayon::scope(|_| evaluate(&model, &dataset, &options, |done| bar.set_position(done)))?;
+            rayon::scope(|_| evaluate(&model, &dataset, &options, |done| bar.set_position(done)))
+                .map_err(|failure| self.with_data_hint(failure))?;
         bar.finish_and_clear();
         match common.json {
             true => print_line(serde_json::to_string_pretty(&evaluation.to_json())?)?,
@@ -190,6 +191,12 @@ impl EvalArgs {
                 hint: Some("`--data PATH` evaluates the model on other labelled data".into()),
             }
             .into(),
+            Failure::BadRow(_) => CliError {
+                exit: Exit::Data,
+                message: failure.to_string(),
+                hint: Some("`--set data.on_bad_record=skip` leaves bad rows out and counts them".into()),
+            }
+            .into(),
             _ => failure.into(),
         }
     }
@@ -200,7 +207,10 @@ const MAX_LISTED_CLASSES: usize = 40;
 
 fn lines(evaluation: &Evaluation) -> Vec<String> {
     let mut lines = vec![format!("{:<18} {}", "samples", evaluation.samples)];
-    lines.extend(evaluation.metrics.values().iter().map(|(name, value)| format!("{name:<18} {value:.6}")));
+    // What rounds to 0 has no sign.
+    let shown = |value: f64| if value.abs() < 5e-7 { 0.0 } else { value };
+    let metrics = evaluation.metrics.values().into_iter();
+    lines.extend(metrics.map(|(name, value)| format!("{name:<18} {:.6}", shown(value))));
     if let TaskMetrics::Classification { names, metrics } = &evaluation.metrics {
         lines.push(String::new());
         lines.push(format!(

@@ -13,6 +13,8 @@ use crate::base::proc_status::proc_status;
 pub struct DatasetContext {
     /// Host bytes the dataset may keep for its lifetime.
     pub max_bytes: u64,
+    /// Threads that read the dataset at the same time.
+    pub workers: usize,
     /// The job's seed.
     pub seed: u64,
     /// Whether the job shuffles its samples.
@@ -31,6 +33,7 @@ impl Default for DatasetContext {
     fn default() -> Self {
         Self {
             max_bytes: u64::MAX,
+            workers: 1,
             seed: 0,
             shuffle: true,
             shuffle_buffer: 64 << 20,

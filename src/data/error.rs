@@ -58,6 +58,14 @@ pub enum DataError {
     )]
     CountMismatch { images_file: PathBuf, images: u64, labels_file: PathBuf, labels: u64 },
 
+    /// Images of another shape, (height, width, channels), than those that the model is trained on.
+    #[error(
+        "the images of `{}` have shape {shape:?}, but those of `{}` have shape {trained_shape:?}",
+        file.display(),
+        trained_file.display()
+    )]
+    ImageShapeMismatch { file: PathBuf, shape: Vec<usize>, trained_file: PathBuf, trained_shape: Vec<usize> },
+
     /// One bad value. `record` counts from 0; `column` is `None` if records have no columns.
     #[error("`{}`, record {record}{}: `{value}` is not {expected}", file.display(), in_column(column))]
     Value { file: PathBuf, record: u64, column: Option<String>, value: String, expected: String },
@@ -180,7 +188,9 @@ impl DataError {
             DataError::Template { .. } => {
                 "use a name such as \"chatml\", a Jinja template, or the path of a file with one"
             }
-            DataError::CountMismatch { .. } => "check that both files belong to the same dataset",
+            DataError::CountMismatch { .. } | DataError::ImageShapeMismatch { .. } => {
+                "check that both files belong to the same dataset"
+            }
             DataError::Value { .. } => {
                 "correct the record or the declared shape, or set `on_bad_record = \"skip\"` to skip it"
             }

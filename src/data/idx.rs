@@ -24,6 +24,8 @@ pub struct IdxFiles {
     pub labels: PathBuf,
     /// Class names; a label is an index into them.
     pub classes: Vec<String>,
+    /// What the shape of the images must be; `None` for the training set.
+    pub trained_on: Option<TrainedShape>,
     pub normalise: Normalise,
     /// Augmentation of the samples; off for a validation set.
     pub augmentation: Augmentation,
@@ -31,6 +33,36 @@ pub struct IdxFiles {
     pub readers: usize,
     /// Maximum bytes the dataset may keep in memory.
     pub max_bytes: u64,
+}
+
+/// The shape of the training images.
+#[derive(Clone, Debug)]
+pub struct TrainedShape {
+    /// The file of the training images.
+    pub images: PathBuf,
+    /// (height, width, channels).
+    pub shape: Vec<usize>,
+}
+
+impl TrainedShape {
+    /// Of the training images in `images`; reads the header only.
+    pub fn of(images: &Path) -> Result<Self, DataError> {
+        let shape = IdxArray::open_images(images)?.image_shape();
+        Ok(Self { images: images.to_owned(), shape: shape.to_vec() })
+    }
+
+    /// Refuses images of another shape: their pixels would be read in the wrong places.
+    fn check(&self, images: &Path, shape: [usize; 3]) -> Result<(), DataError> {
+        if shape[..] == self.shape[..] {
+            return Ok(());
+        }
+        Err(DataError::ImageShapeMismatch {
+            file: images.to_owned(),
+            shape: shape.to_vec(),
+            trained_file: self.images.clone(),
+            trained_shape: self.shape.clone(),
+        })
+    }
 }
 
 /// An opened dataset; samples are (height, width, channels).
@@ -65,8 +97,7 @@ impl PixelStorage {
 
 impl IdxDataset {
     pub fn open(files: &IdxFiles) -> Result<Self, DataError> {
-        let images =
-            IdxArray::open(&files.images, "an idx file of images (3 or 4 dimensions of bytes)", 3..=4)?;
+        let images = IdxArray::open_images(&files.images)?;
         let labels = IdxArray::open(&files.labels, "an idx file of labels (1 dimension of bytes)", 1..=1)?;
         if images.dims[0] != labels.dims[0] {
             return Err(DataError::CountMismatch {
@@ -84,9 +115,11 @@ impl IdxDataset {
         if bytes > files.max_bytes {
             return Err(DataError::TooLarge { file: files.images.clone(), bytes, limit: files.max_bytes });
         }
-        let mut shape = images.dims[1..].to_vec();
-        shape.resize(3, 1);
-        let [height, width, channels] = [shape[0], shape[1], shape[2]];
+        let shape = images.image_shape();
+        if let Some(trained) = &files.trained_on {
+            trained.check(&files.images, shape)?;
+        }
+        let [height, width, channels] = shape;
         let pipeline =
             Pipeline::new([height, width, channels], ResizeMode::Stretch, files.normalise.clone())?
                 .augmented(files.augmentation.clone())?;
@@ -106,7 +139,8 @@ impl IdxDataset {
         }
         let target = TargetSpec::Class { names: files.classes.clone() };
         let palette = pipeline.palette();
-        let features = Features { pixel_lut: palette, ..Features::new(InputSpec::Floats { shape }, target) };
+        let input = InputSpec::Floats { shape: shape.to_vec() };
+        let features = Features { pixel_lut: palette, ..Features::new(input, target) };
         Ok(IdxDataset { pixel_storage: images.into_storage()?, labels, pipeline, pool, features })
     }
 }
@@ -172,6 +206,10 @@ struct IdxArray {
 }
 
 impl IdxArray {
+    fn open_images(file: &Path) -> Result<Self, DataError> {
+        Self::open(file, "an idx file of images (3 or 4 dimensions of bytes)", 3..=4)
+    }
+
     fn open(
         file: &Path,
         expected: &'static str,
@@ -206,6 +244,11 @@ impl IdxArray {
             return Err(DataError::Truncated { file: file.to_owned(), declared, found: possible });
         }
         Ok(IdxArray { file: file.to_owned(), dims, bytes, compression, file_bytes, body })
+    }
+
+    /// (height, width, channels) of each image.
+    fn image_shape(&self) -> [usize; 3] {
+        [self.dims[1], self.dims[2], self.dims.get(3).copied().unwrap_or(1)]
     }
 
     fn is_uncompressed(&self) -> bool {
@@ -294,6 +337,7 @@ mod tests {
             images: folder.join("images"),
             labels: folder.join("labels"),
             classes: (0..10).map(|c| c.to_string()).collect(),
+            trained_on: None,
             normalise: Normalise::default(),
             augmentation: Augmentation::default(),
             readers: 1,
@@ -344,6 +388,36 @@ mod tests {
         }
         let colour = open(&idx(&[1, 1, 2, 3], &[1, 2, 3, 4, 5, 6]), &idx(&[1], &[0])).unwrap();
         assert_eq!(colour.features().input, InputSpec::Floats { shape: vec![1, 2, 3] });
+    }
+
+    /// As many pixels in another shape would be read without an error, and scrambled.
+    #[test]
+    fn images_of_another_shape_than_those_of_training_are_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let trained = folder.path().join("trained");
+        for (trained_images, wrong) in [
+            (idx(&[1, 2, 3], &[0; 6]), Some("[2, 3, 1]")),
+            (idx(&[1, 4, 1], &[0; 4]), Some("[4, 1, 1]")),
+            (idx(&[1, 2, 2, 2], &[0; 8]), Some("[2, 2, 2]")),
+            (idx(&[1, 2, 2], &[0; 4]), None),
+            (gzip(&idx(&[1, 2, 2, 1], &[0; 4])), None),
+        ] {
+            std::fs::write(&trained, trained_images).unwrap();
+            let trained_on = Some(TrainedShape::of(&trained).unwrap());
+            let files = IdxFiles { trained_on, ..write(folder.path(), &images(), &labels()) };
+            match (IdxDataset::open(&files), wrong) {
+                (Ok(_), None) => {}
+                (Err(error), Some(shape)) => {
+                    let text = error.to_string();
+                    assert!(matches!(error, DataError::ImageShapeMismatch { .. }), "{text}");
+                    assert!(text.contains("images` have shape [2, 2, 1]"), "{text}");
+                    assert!(text.contains(&format!("trained` have shape {shape}")), "{text}");
+                    assert!(error.hint().is_some(), "{text}");
+                }
+                (Ok(_), Some(_)) => panic!("{:?} was accepted", files.trained_on),
+                (Err(error), None) => panic!("{error}"),
+            }
+        }
     }
 
     #[test]
@@ -441,6 +515,7 @@ mod tests {
             images: folder.join("t10k-images-idx3-ubyte.gz"),
             labels: folder.join("t10k-labels-idx1-ubyte.gz"),
             classes: (0..10).map(|c| c.to_string()).collect(),
+            trained_on: None,
             normalise: Normalise { mean: vec![0.1307], std: vec![0.3081] },
             augmentation: Augmentation::default(),
             readers: 1,

@@ -1,10 +1,13 @@
 //! What a model needs to know of its data to be used without it: the shape of a sample, the columns of a table, the
 //! chat template. Checkpoints keep it, beside the job and the tokenizer.
 
+use std::io;
+
 use serde::{Deserialize, Serialize};
 
 use super::Dataset;
 use super::table::TableSchema;
+use crate::base::byte_count::ByteCount;
 use crate::base::features::Features;
 
 /// Version of the file.
@@ -40,17 +43,37 @@ impl Preprocessing {
 
     /// Reads the file, or says why it cannot.
     pub fn from_json(text: &[u8]) -> Result<Self, String> {
-        let header: serde_json::Value = serde_json::from_slice(text).map_err(|error| error.to_string())?;
-        match header["format"].as_u64() {
-            Some(format) if format == u64::from(FORMAT) => {
-                serde_json::from_value(header).map_err(|error| error.to_string())
+        // Tables of many columns have long files: only this of it is kept.
+        #[derive(Deserialize)]
+        struct Header {
+            #[serde(default)]
+            format: serde_json::Value,
+        }
+        let Header { format } = serde_json::from_slice(text).map_err(|error| error.to_string())?;
+        match format.as_u64() {
+            Some(known) if known == u64::from(FORMAT) => {
+                serde_json::from_slice(text).map_err(|error| error.to_string())
             }
-            _ => Err(format!("it has format {} and this program reads {FORMAT}", header["format"])),
+            _ => Err(format!("it has format {format} and this program reads {FORMAT}")),
         }
     }
 
+    /// Writes the file.
+    pub fn write(&self, out: &mut dyn io::Write) -> io::Result<()> {
+        Ok(serde_json::to_writer(out, self)?)
+    }
+
+    pub fn file_bytes(&self) -> u64 {
+        let mut count = ByteCount::default();
+        // Infallible: names are strings, and counting does not fail.
+        let _ = self.write(&mut count);
+        count.0
+    }
+
     pub fn to_json(&self) -> Vec<u8> {
-        // Infallible: names are strings, and serializing to memory does not fail.
-        serde_json::to_vec_pretty(self).unwrap_or_default()
+        let mut text = Vec::new();
+        // Infallible, as above.
+        let _ = self.write(&mut text);
+        text
     }
 }

@@ -8,7 +8,11 @@ use super::session::{PassOutput, Session, SessionOptions};
 use super::trained_model::TrainedModel;
 use super::view_mean::ViewMean;
 use crate::base::features::{Features, TargetSpec};
-use crate::data::{Dataset, HostBatch};
+use crate::base::units::counted;
+use crate::data::bad_records::{BadRecord, BadRecordPolicy, SkippedRecords};
+use crate::data::split::DatasetSplit;
+use crate::data::{DataError, Dataset, HostBatch};
+use crate::job::{LoaderConfig, OnBadRecord};
 use crate::layers::loss::MetricSums;
 use crate::metrics::task::{ScoreMemory, TargetScale, TaskMetrics, TaskSums};
 use crate::train::Failure;
@@ -25,7 +29,53 @@ pub struct Evaluation {
     pub metrics: TaskMetrics,
 }
 
-/// Evaluates `model` on `dataset`. `progress` is called with the samples done.
+/// The bad records of an evaluation: the job says whether the first ends it, or how many are left out at most.
+struct BadRecords {
+    policy: BadRecordPolicy,
+    skipped: SkippedRecords,
+    first: Option<String>,
+    /// Views of each record, and the record found last: it is usually bad in all of its views and counts once.
+    views: u64,
+    last: Option<u64>,
+}
+
+impl BadRecords {
+    fn new(loading: &LoaderConfig, views: u64) -> Self {
+        let policy = match loading.on_bad_record {
+            OnBadRecord::Fail => BadRecordPolicy::Fail,
+            OnBadRecord::Skip => BadRecordPolicy::Skip { limit: loading.max_bad_records },
+        };
+        Self { policy, skipped: SkippedRecords::default(), first: None, views, last: None }
+    }
+
+    /// Counts those of a micro-batch.
+    fn add(&mut self, bad: &[BadRecord]) -> Result<(), Failure> {
+        for record in bad {
+            if self.policy == BadRecordPolicy::Fail {
+                return Err(Failure::BadRow(record.why.clone()));
+            }
+            if self.last.replace(record.id / self.views) != Some(record.id / self.views) {
+                self.first.get_or_insert_with(|| record.why.clone());
+                self.skipped.record(DatasetSplit::Valid, 0, std::slice::from_ref(record), self.policy)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Refuses to compute metrics of nothing.
+    fn check_usable(&self, usable: u64) -> Result<(), Failure> {
+        if usable > 0 {
+            return Ok(());
+        }
+        let records = counted(self.skipped.count(), "bad record");
+        let first = self.first.as_deref().unwrap_or("none");
+        let why = format!("it has {records} and no others, the first: {first}");
+        Err(DataError::NoSamples { set: "the data to evaluate".into(), why }.into())
+    }
+}
+
+/// Evaluates `model` on `dataset`. A bad record fails it or is left out, as the job's `on_bad_record` says.
+/// `progress` is called with the samples done.
 pub fn evaluate(
     model: &TrainedModel,
     dataset: &Arc<dyn Dataset>,
@@ -44,8 +94,10 @@ pub fn evaluate(
     let session = Session::load(model, dataset.as_ref(), output, &options)?;
     let (mut done, mut skipped, views) = (0, 0, dataset.views());
     let mut view_mean = ViewMean::new(views, &target);
+    let mut bad_records = BadRecords::new(&model.job.data.loader, views);
     let mut each = |visit: &mut dyn FnMut(&HostBatch) -> Result<(), Failure>| {
         session.for_each_batch(dataset.clone(), |batch| {
+            bad_records.add(&batch.bad_records)?;
             visit_rows(batch, visit)?;
             done += batch.consumed;
             skipped += batch.bad_records.len() as u64;
@@ -65,6 +117,7 @@ pub fn evaluate(
                 }
                 Ok(())
             })?;
+            bad_records.check_usable(done - skipped)?;
             sums.finish().map_err(score_error)?
         }
         None => {
@@ -74,6 +127,7 @@ pub fn evaluate(
                 bytes += target_bytes(dataset.as_ref(), batch);
                 Ok(())
             })?;
+            bad_records.check_usable(done - skipped)?;
             let accuracy = sums.top1 as f64 / sums.count as f64;
             TaskMetrics::Language { loss: sums.mean_loss(), tokens: sums.weight, bytes, accuracy }
         }
@@ -99,8 +153,9 @@ pub fn target_scales(model: &TrainedModel, len: usize) -> Vec<TargetScale> {
 
 impl Evaluation {
     pub fn to_json(&self) -> Value {
+        // Adding 0 leaves no negative zero.
         let mut metrics: Map<String, Value> =
-            self.metrics.values().into_iter().map(|(name, value)| (name, json!(value))).collect();
+            self.metrics.values().into_iter().map(|(name, value)| (name, json!(value + 0.0))).collect();
         let mut document = json!({ "samples": self.samples, "skipped": self.skipped });
         if let TaskMetrics::Classification { names, metrics: found } = &self.metrics {
             let classes: Map<String, Value> =

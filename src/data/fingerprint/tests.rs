@@ -127,10 +127,11 @@ fn only_what_changed_is_named() {
     let path = |name: &String| format!("set/cat/{name}");
     names.iter().for_each(|name| data.write(&path(name), name));
     let paths: Vec<String> = names.iter().map(path).collect();
-    let folder = |_: &[String]| InputKind::Folder(data.path("set"));
-    let list = |paths: &[String]| data.files(&paths.iter().map(String::as_str).collect::<Vec<_>>());
-    let kinds: [(&str, &dyn Fn(&[String]) -> InputKind); 2] = [("folder", &folder), ("list", &list)];
-    for (cache, kind) in kinds {
+    for cache in ["folder", "list"] {
+        let kind = |paths: &[String]| match cache {
+            "folder" => InputKind::Folder(data.path("set")),
+            _ => data.files(&paths.iter().map(String::as_str).collect::<Vec<_>>()),
+        };
         let fingerprint = |paths: &[String]| data.fingerprint_with_cache(kind(paths), None, cache);
         let named = |change: &str, before: &DataFingerprint, now: DataFingerprint| {
             let changes = before.changes(&now);

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use rayon::prelude::*;
+use serde::{Deserialize, Serialize};
 
 use super::arrow_file::ArrowFile;
 use super::columns::Column;
@@ -20,6 +21,8 @@ use crate::{BatchRow, DataError, DatasetContext, Features, SampleKey, files};
 
 /// Bytes of a record before its row.
 const LINE_PREFIX_BYTES: usize = 8;
+/// Bytes of a reader, or of a row, that the plan has room for without counting them.
+const SMALL_READER_BYTES: u64 = 1 << 20;
 
 /// Files with the same columns, at least one of them compressed.
 pub struct CompressedCsv {
@@ -28,8 +31,21 @@ pub struct CompressedCsv {
     width: usize,
     blocks: Vec<RecordBlock>,
     rows: u64,
-    /// Bytes that decompressing one of the files takes at most.
-    decoder_bytes: u64,
+    /// Bytes that decompressing one of the files and reading its rows takes at most.
+    reader_bytes: u64,
+    /// Bytes that splitting the longest row takes, and the threads that do so at the same time.
+    fields_bytes: u64,
+    workers: u64,
+}
+
+/// What counting the rows of a file finds.
+#[derive(Serialize, Deserialize)]
+struct CountedRows {
+    /// Records and bytes of each block.
+    blocks: Vec<(u64, u64)>,
+    longest_row: u64,
+    /// Bytes that reading the rows took at most, beside what decompresses them.
+    reader_bytes: u64,
 }
 
 struct CompressedCsvFile {
@@ -49,67 +65,89 @@ impl CompressedCsv {
         ctx: &DatasetContext,
     ) -> Result<Self, DataError> {
         let width = headers.first().map_or(0, |head| head.names.len());
-        let count = |(shard, path): (usize, &PathBuf)| {
+        let count = |path: &PathBuf| {
             let (_, bytes) = files::compression(path)?;
-            Ok((bytes, count_blocks(shard as u32, path, bytes, dialect, ctx)?))
+            Ok((bytes, count_rows(path, bytes, dialect, ctx)?))
         };
-        let counted: Result<Vec<_>, DataError> = paths.par_iter().enumerate().map(count).collect();
-        let decoder_bytes = paths.iter().map(|path| match dialect.rows {
-            RowFormat::Arrow => ArrowFile::open(path)?.reader_bytes(),
-            RowFormat::Delimited | RowFormat::Json => files::decoder_bytes(path),
-        });
-        let decoder_bytes = decoder_bytes.collect::<Result<Vec<u64>, _>>()?.into_iter().max().unwrap_or(0);
-        let mut packed =
-            Self { files: Vec::new(), dialect, width, blocks: Vec::new(), rows: 0, decoder_bytes };
-        for (path, (bytes, blocks)) in paths.iter().zip(counted?) {
+        let counted: Result<Vec<_>, DataError> = paths.par_iter().map(count).collect();
+        let (mut reader_bytes, mut longest_row) = (0, 0);
+        let mut packed = Self {
+            files: Vec::new(),
+            dialect,
+            width,
+            blocks: Vec::new(),
+            rows: 0,
+            reader_bytes: 0,
+            fields_bytes: 0,
+            workers: ctx.workers.max(1) as u64,
+        };
+        for (shard, (path, (bytes, counted))) in (0..).zip(paths.iter().zip(counted?)) {
+            let decoder = match dialect.rows {
+                RowFormat::Arrow => ArrowFile::open(path)?.reader_bytes()?,
+                RowFormat::Delimited | RowFormat::Json => files::decoder_bytes(path)?,
+            };
+            reader_bytes = reader_bytes.max(decoder + if_large(counted.reader_bytes));
+            longest_row = longest_row.max(counted.longest_row);
+            let block = |(records, bytes)| RecordBlock { shard, records, bytes };
+            let blocks: Vec<RecordBlock> = counted.blocks.into_iter().map(block).collect();
             packed.files.push(CompressedCsvFile { path: path.clone(), first_row: packed.rows, bytes });
             packed.rows += blocks.iter().map(|block| block.records).sum::<u64>();
             packed.blocks.extend(blocks);
         }
+        packed.reader_bytes = reader_bytes;
+        packed.fields_bytes = if_large(RowFields::max_bytes(width, longest_row, true));
         Ok(packed)
     }
 }
 
-/// Blocks of one file.
-fn count_blocks(
-    shard: u32,
+/// 0 for a few buffers.
+fn if_large(bytes: u64) -> u64 {
+    if bytes < SMALL_READER_BYTES { 0 } else { bytes }
+}
+
+/// Counts the rows of one file, or loads the cached counts.
+fn count_rows(
     path: &Path,
     bytes: u64,
     dialect: Dialect,
     ctx: &DatasetContext,
-) -> Result<Vec<RecordBlock>, DataError> {
+) -> Result<CountedRows, DataError> {
     use std::io::Write;
-    let cache_key = CacheKey::new(&[path.to_owned()], &format!("{dialect:?} {BLOCK_BYTES}"))?;
+    let cache_key = CacheKey::new(&[path.to_owned()], &format!("{dialect:?} {BLOCK_BYTES} 2"))?;
     let kept = ctx.cache.find("csv-blocks", cache_key).and_then(|path| std::fs::read(path).ok());
-    if let Some(kept) = kept.and_then(|kept| serde_json::from_slice::<Vec<(u64, u64)>>(&kept).ok()) {
-        return Ok(kept.into_iter().map(|(records, bytes)| RecordBlock { shard, records, bytes }).collect());
+    if let Some(kept) = kept.and_then(|kept| serde_json::from_slice::<CountedRows>(&kept).ok()) {
+        return Ok(kept);
     }
     let activity = format!("counting the rows of {}", path.display());
     ctx.observer.report(&activity, 0, bytes);
     let mut reader = RowReader::open(path, dialect)?;
     reader.read_names()?;
-    let mut failed = None;
+    let (mut failed, mut longest_row) = (None, 0);
     let sizes = std::iter::from_fn(|| match reader.next() {
-        Ok(row) => row.map(|(_, row)| (LINE_PREFIX_BYTES + row.len()) as u64),
+        Ok(row) => row.map(|(_, row)| {
+            longest_row = longest_row.max(row.len() as u64);
+            (LINE_PREFIX_BYTES + row.len()) as u64
+        }),
         Err(error) => {
             failed = Some(error);
             None
         }
     });
-    let blocks = streaming::cut_into_blocks(shard, sizes, BLOCK_BYTES);
+    let blocks = streaming::cut_into_blocks(0, sizes, BLOCK_BYTES);
     if let Some(error) = failed {
         return Err(error);
     }
     ctx.observer.report(&activity, bytes, bytes);
-    let keep: Vec<(u64, u64)> = blocks.iter().map(|block| (block.records, block.bytes)).collect();
-    let keep = serde_json::to_vec(&keep).unwrap_or_default();
+    let blocks = blocks.iter().map(|block| (block.records, block.bytes)).collect();
+    let counted = CountedRows { blocks, longest_row, reader_bytes: reader.peak_bytes() };
+    let keep = serde_json::to_vec(&counted).unwrap_or_default();
     // A failed cache write costs time only.
     drop(
         ctx.cache.get_or_create("csv-blocks", cache_key, |out| {
             out.write_all(&keep).map_err(DataError::write(path))
         }),
     );
-    Ok(blocks)
+    Ok(counted)
 }
 
 impl TableReader for CompressedCsv {
@@ -126,7 +164,7 @@ impl TableReader for CompressedCsv {
     }
 
     fn scan_bytes(&self) -> u64 {
-        self.decoder_bytes
+        self.reader_bytes + self.fields_bytes
     }
 
     fn scan(&self, part: usize, columns: &[Column], see: &mut RowVisitor<'_>) -> Result<(), DataError> {
@@ -208,11 +246,12 @@ impl ShardedDataset for CompressedCsvDataset {
     }
 
     fn reader_bytes(&self) -> u64 {
-        self.table.decoder_bytes
+        self.table.reader_bytes
     }
 
     fn resident_bytes(&self) -> u64 {
-        (self.table.blocks.capacity() * size_of::<RecordBlock>()) as u64 + self.encoder.resident_bytes()
+        let blocks = (self.table.blocks.capacity() * size_of::<RecordBlock>()) as u64;
+        blocks + self.table.workers * self.table.fields_bytes + self.encoder.resident_bytes()
     }
 
     fn class_counts(&self) -> Option<Vec<u64>> {

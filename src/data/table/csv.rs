@@ -17,7 +17,7 @@ use super::dialect::{Dialect, MAX_ROW_BYTES, RowEnds, RowFields};
 use super::encoding::RowEncoder;
 use super::index_evidence::{is_index_name, names_rows};
 use super::inference::{ColumnInference, MAX_WATCHED_COLUMNS, SAMPLE_ROWS};
-use super::row_index::{self, RowBlock, RowIndex, RowScan};
+use super::row_index::{self, LONG_ROW_BYTES, RowBlock, RowIndex, RowScan};
 use super::rows::{ColumnNames, RowReader};
 use super::schema::TableSchema;
 use super::text_encoding::TextEncoding;
@@ -177,6 +177,8 @@ pub struct CsvTable {
     partitions: Vec<(usize, RowBlock, u64)>,
     /// Identifies the table in the per-thread block buffers; never 0.
     id: u64,
+    /// Bytes that all threads that read it hold of its longest rows.
+    buffer_bytes: u64,
 }
 
 struct CsvFile {
@@ -200,7 +202,8 @@ impl CsvTable {
         static IDS: AtomicU64 = AtomicU64::new(1);
         let width = headers.first().map_or(0, |head| head.names.len());
         let id = IDS.fetch_add(1, Ordering::Relaxed);
-        let mut text = Self { files: Vec::new(), dialect, width, rows: 0, partitions: Vec::new(), id };
+        let mut text =
+            Self { files: Vec::new(), dialect, width, rows: 0, partitions: Vec::new(), id, buffer_bytes: 0 };
         for (i, (path, head)) in paths.iter().zip(headers).enumerate() {
             let file = regular_file::open(path).map_err(DataError::io(path))?;
             let index = load_row_index(path, &file, head.body_offset, dialect, ctx)?;
@@ -219,7 +222,20 @@ impl CsvTable {
                 line_numbers: Mutex::default(),
             });
         }
+        let longest = text.files.iter().map(|file| file.index.longest_block()).max().unwrap_or(0);
+        // The thread that opens a table has read some of it too.
+        text.buffer_bytes = (ctx.workers.max(1) as u64 + 1) * text.reading_bytes(longest);
         Ok(text)
+    }
+
+    /// Bytes that reading `bytes` of text at once takes, with the fields of its longest row; 0 for a few, which
+    /// every thread has room for.
+    fn reading_bytes(&self, bytes: u64) -> u64 {
+        let quoted = self.files.iter().any(|file| file.index.long_quotes);
+        match bytes <= LONG_ROW_BYTES {
+            true => 0,
+            false => bytes + RowFields::max_bytes(self.width, bytes, quoted),
+        }
     }
 
     /// Reads the block that contains row `index`.
@@ -285,7 +301,7 @@ fn load_row_index(
     ctx: &DatasetContext,
 ) -> Result<RowIndex, DataError> {
     use std::io::Write;
-    let cache_key = CacheKey::new(&[path.to_owned()], &format!("{dialect:?} {from}"))?;
+    let cache_key = CacheKey::new(&[path.to_owned()], &format!("{dialect:?} {from} 2"))?;
     let kept = ctx.cache.find("csv-rows", cache_key).and_then(|path| std::fs::read(path).ok());
     if let Some(index) = kept.and_then(|bytes| RowIndex::from_bytes(&bytes)) {
         return Ok(index);
@@ -316,6 +332,11 @@ impl TableReader for CsvTable {
 
     fn partition_bytes(&self, part: usize) -> u64 {
         self.partitions[part].1.end - self.partitions[part].1.start
+    }
+
+    fn scan_bytes(&self) -> u64 {
+        let largest = (0..self.partitions()).map(|part| self.partition_bytes(part)).max().unwrap_or(0);
+        if largest > row_index::CHUNK_BYTES { self.reading_bytes(largest) } else { 0 }
     }
 
     fn scan(&self, part: usize, columns: &[Column], see: &mut RowVisitor<'_>) -> Result<(), DataError> {
@@ -411,7 +432,7 @@ impl Dataset for CsvDataset {
     }
 
     fn resident_bytes(&self) -> u64 {
-        self.table.index_bytes() + self.encoder.resident_bytes()
+        self.table.index_bytes() + self.table.buffer_bytes + self.encoder.resident_bytes()
     }
 
     fn class_counts(&self) -> Option<Vec<u64>> {

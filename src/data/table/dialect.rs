@@ -199,6 +199,13 @@ impl RowFields {
         self.spans.len()
     }
 
+    /// Bytes that splitting rows of `width` fields and at most `row_bytes` bytes takes.
+    pub fn max_bytes(width: usize, row_bytes: u64, quoted: bool) -> u64 {
+        // The list doubles as it grows, and its old half is copied.
+        let spans = width.next_power_of_two() * size_of::<(FieldBuffer, u32, u32)>() * 3 / 2;
+        spans as u64 + if quoted { row_bytes.next_multiple_of(1 << 12) } else { 0 }
+    }
+
     /// Field `index` of `row`, which must be the row split last.
     pub fn get<'a>(&'a self, row: &'a [u8], index: usize) -> &'a [u8] {
         let (buffer, start, end) = self.spans[index];
@@ -291,6 +298,11 @@ impl RowFields {
     /// Adds the quoted field whose text starts at `from`; returns the offset after its closing quote.
     fn unquote(&mut self, row: &[u8], mut from: usize, quote: u8) -> usize {
         let start = self.unquoted.len();
+        if start == 0 && self.unquoted.capacity() < row.len() {
+            // What is planned: no more than the longest row, and not the old buffer beside the new one.
+            self.unquoted = Vec::new();
+            self.unquoted.reserve_exact(row.len().next_multiple_of(1 << 12));
+        }
         loop {
             let end = memchr(quote, &row[from..]).map_or(row.len(), |i| from + i);
             self.unquoted.extend_from_slice(&row[from..end]);

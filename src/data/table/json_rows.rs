@@ -6,7 +6,7 @@
 //! column, as JSON: it may be the labels of the record. A file is read once, from its beginning, in
 //! memory bounded by the longest record.
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::BTreeSet;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
@@ -25,15 +25,16 @@ const MAX_COLUMNS: usize = 100_000;
 /// Reads the records of a file as rows of text.
 pub struct JsonRows {
     records: JsonRecords,
+    /// Ascending.
     pub names: Vec<String>,
     /// Columns that hold lists of texts.
     pub text_lists: Vec<usize>,
-    /// Index of each column; lookup only.
-    columns: HashMap<String, usize>,
     cells: Vec<Option<String>>,
     /// Columns that the record has.
     is_set: Vec<bool>,
     row: Vec<u8>,
+    /// Bytes held at most so far.
+    peak_bytes: usize,
 }
 
 impl JsonRows {
@@ -68,25 +69,44 @@ impl JsonRows {
                 names.insert(name);
             }
         }
+        drop(sample);
         let names: Vec<String> = names.into_iter().collect();
         let text_lists = (0..names.len()).filter(|i| lists.contains(&names[*i])).collect();
-        let columns = names.iter().cloned().zip(0..).collect();
         let (cells, is_set) = (vec![None; names.len()], vec![false; names.len()]);
         let records = JsonRecords::open(file)?;
-        Ok(Self { records, names, text_lists, columns, cells, is_set, row: Vec::new() })
+        Ok(Self { records, names, text_lists, cells, is_set, row: Vec::new(), peak_bytes: 0 })
+    }
+
+    /// Bytes that reading the rows up to here took at most. It is the same each time that the file is read.
+    pub fn peak_bytes(&self) -> u64 {
+        let of_column = |name: &String| {
+            size_of::<String>()
+                + heap_bytes(name.capacity())
+                + size_of::<Option<String>>()
+                + size_of::<bool>()
+        };
+        (self.peak_bytes + self.names.iter().map(of_column).sum::<usize>()) as u64
     }
 
     /// The next record as a row, and the number of its first line, from 1.
     pub fn next(&mut self) -> Result<Option<(u64, &[u8])>, DataError> {
-        let Some((line, value)) = self.records.next()? else { return Ok(None) };
         self.cells.fill(None);
+        let Some((line, value)) = self.records.next()? else { return Ok(None) };
+        let mut tree = ValueBytes::default();
+        tree.add(&value);
+        let parsing = self.records.buffer.capacity() + tree.total(self.records.has_escapes);
+        let parsing = parsing.max(self.records.fill_bytes) + self.records.quoted_bytes + self.row.capacity();
         self.is_set.fill(false);
-        let (mut unknown, mut twice) = (None, None);
-        flatten(String::new(), value, &mut |name, cell, kind| match self.columns.get(&name) {
-            Some(column) if std::mem::replace(&mut self.is_set[*column], true) => twice = Some(name),
-            Some(column) => self.cells[*column] = cell,
-            None if kind == CellKind::EmptyList => {}
-            None => unknown = unknown.take().or(Some(name)),
+        let (mut unknown, mut twice, mut next) = (None, None, 0);
+        flatten(String::new(), value, &mut |name, cell, kind| {
+            let column = column_of(&self.names, next, &name);
+            match column {
+                Some(column) if std::mem::replace(&mut self.is_set[column], true) => twice = Some(name),
+                Some(column) => self.cells[column] = cell,
+                None if kind == CellKind::EmptyList => {}
+                None => unknown = unknown.take().or(Some(name)),
+            }
+            next = column.map_or(next, |column| column + 1);
         });
         if let Some(name) = twice {
             return Err(DataError::Table {
@@ -107,11 +127,22 @@ impl JsonRows {
             });
         }
         self.row.clear();
-        for (i, cell) in self.cells.iter().enumerate() {
+        let texts = || self.cells.iter().flatten();
+        let escaped = |text: &String| text.len() + memchr::memchr_iter(b'"', text.as_bytes()).count() + 2;
+        let length = texts().map(escaped).sum::<usize>() + self.cells.len();
+        if self.row.capacity() < length {
+            // Not the old row beside the new one, and no more than the longest takes.
+            self.row = Vec::new();
+            self.row.reserve_exact(length);
+        }
+        let texts = texts().map(|text| heap_bytes(text.capacity())).sum::<usize>();
+        let writing = self.records.buffer.capacity() + texts + self.row.capacity();
+        self.peak_bytes = self.peak_bytes.max(parsing).max(writing);
+        for (i, cell) in self.cells.iter_mut().enumerate() {
             if i > 0 {
                 self.row.push(b',');
             }
-            if let Some(text) = cell {
+            if let Some(text) = cell.take() {
                 self.row.push(b'"');
                 self.row.extend(
                     text.bytes().flat_map(|byte| std::iter::repeat_n(byte, if byte == b'"' { 2 } else { 1 })),
@@ -120,6 +151,75 @@ impl JsonRows {
             }
         }
         Ok(Some((line, &self.row)))
+    }
+}
+
+/// The column called `name`; `next` is the likely one, since most records have their fields in one order.
+fn column_of(names: &[String], next: usize, name: &str) -> Option<usize> {
+    match names.get(next) {
+        Some(expected) if expected == name => Some(next),
+        _ => names.binary_search_by(|other| other.as_str().cmp(name)).ok(),
+    }
+}
+
+/// Bytes of an allocation of `bytes` bytes, with what the allocator adds.
+fn heap_bytes(bytes: usize) -> usize {
+    if bytes == 0 { 0 } else { (bytes + 8).next_multiple_of(16).max(32) }
+}
+
+/// Memory of a parsed record.
+#[derive(Default)]
+struct ValueBytes {
+    /// Of all values, and of the texts that they become.
+    held: usize,
+    /// Of the old half of the largest list or object, which is copied when it grows.
+    growth: usize,
+    longest_text: usize,
+}
+
+impl ValueBytes {
+    fn add(&mut self, value: &Value) {
+        // The text of a number.
+        const NUMBER_BYTES: usize = 32;
+        match value {
+            Value::Null => {}
+            Value::Bool(_) | Value::Number(_) => self.held += NUMBER_BYTES,
+            Value::String(text) => {
+                self.held += heap_bytes(text.capacity());
+                self.longest_text = self.longest_text.max(text.len());
+            }
+            Value::Array(values) => {
+                self.add_list(values.capacity() * size_of::<Value>());
+                values.iter().for_each(|value| self.add(value));
+                if values.iter().all(Value::is_string) {
+                    // A list of texts is written as JSON to a text that doubles as it grows.
+                    let texts = values.iter().filter_map(Value::as_str).map(|text| text.len() + 3);
+                    self.held += 3 * texts.sum::<usize>();
+                }
+            }
+            Value::Object(fields) => {
+                // A hash table at most 7/8 full, and as many entries as it has room for.
+                let slots = (fields.len() * 8).div_ceil(7).next_power_of_two();
+                let entry = size_of::<u64>() + size_of::<String>() + size_of::<Value>();
+                self.held += slots * (size_of::<usize>() + 1);
+                self.add_list(slots * 7 / 8 * entry);
+                for (name, value) in fields {
+                    self.held += heap_bytes(name.capacity());
+                    self.longest_text = self.longest_text.max(name.len());
+                    self.add(value);
+                }
+            }
+        }
+    }
+
+    fn add_list(&mut self, bytes: usize) {
+        self.held += bytes;
+        self.growth = self.growth.max(bytes / 2);
+    }
+
+    /// With the buffer that texts with escapes are decoded in, which doubles as it grows.
+    fn total(&self, has_escapes: bool) -> usize {
+        self.held + self.growth + if has_escapes { 2 * self.longest_text } else { 0 }
     }
 }
 
@@ -187,6 +287,11 @@ struct JsonRecords {
     line_feeds: u64,
     started: bool,
     in_array: bool,
+    /// Bytes at most so far of the buffer while it grows: the old one and the new one.
+    fill_bytes: usize,
+    /// The last record has escapes, and the bytes of its copy with quoted numbers, if there was one.
+    has_escapes: bool,
+    quoted_bytes: usize,
 }
 
 impl JsonRecords {
@@ -200,6 +305,9 @@ impl JsonRecords {
             line_feeds: 0,
             started: false,
             in_array: false,
+            fill_bytes: 0,
+            has_escapes: false,
+            quoted_bytes: 0,
         })
     }
 
@@ -247,9 +355,14 @@ impl JsonRecords {
         }
         let length = self.object_length()?;
         let record = &self.buffer[self.position..self.position + length];
+        self.has_escapes = memchr::memchr(b'\\', record).is_some();
+        self.quoted_bytes = 0;
         let parsed = serde_json::from_slice(record);
         let parsed = parsed.or_else(|error| match quote_non_finite(record) {
-            Some(quoted) => serde_json::from_slice(&quoted),
+            Some(quoted) => {
+                self.quoted_bytes = quoted.capacity();
+                serde_json::from_slice(&quoted)
+            }
             None => Err(error),
         });
         let value = parsed.map_err(|error| {
@@ -313,9 +426,17 @@ impl JsonRecords {
         }
     }
 
+    /// Reads more: `READ_BYTES`, or a quarter of what is buffered already, which keeps the copies of a long record
+    /// linear in its length.
     fn fill(&mut self) -> Result<(), DataError> {
         self.buffer.drain(..std::mem::take(&mut self.position));
-        let more = self.buffer.len().max(READ_BYTES) as u64;
+        let more = (self.buffer.len() / 4).max(READ_BYTES);
+        if self.buffer.capacity() - self.buffer.len() < more {
+            let before = self.buffer.capacity();
+            self.buffer.reserve_exact(more);
+            self.fill_bytes = self.fill_bytes.max(before + self.buffer.capacity());
+        }
+        let more = more as u64;
         let read = (&mut self.body).take(more).read_to_end(&mut self.buffer);
         let read = read.map_err(|error| read_error(&self.file, error))?;
         self.eof = (read as u64) < more;
@@ -335,6 +456,37 @@ mod tests {
         let expected = r#"{"a": "NaN", "NaN": ["-Infinity", "Infinity"], "b": "a \" NaN"}"#;
         assert_eq!(quoted(record).unwrap(), expected);
         assert_eq!(quoted(r#"{"a": "NaN"}"#), None);
+    }
+
+    /// The plan of a table has what reading its longest record takes: the buffer, the parsed record and the row.
+    #[test]
+    fn a_long_record_is_part_of_the_peak() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("a.json");
+        let peak = |records: &[String]| {
+            std::fs::write(&path, records.concat()).unwrap();
+            let mut reader = JsonRows::open(&path).unwrap();
+            let mut longest = 0;
+            while let Some((_, row)) = reader.next().unwrap() {
+                longest = longest.max(row.len());
+                assert!(reader.row.capacity() <= longest.max(reader.names.len()) + 1);
+            }
+            (reader.peak_bytes() as usize, longest)
+        };
+        let short = || "{\"a\": 1, \"s\": \"x\"}\n".to_owned();
+        let (few, _) = peak(&[short(), short()]);
+        assert!((READ_BYTES..2 * READ_BYTES).contains(&few), "{few}");
+        // A text of 3 MiB, which is 6 MiB as it is escaped.
+        let text = 3 << 20;
+        let long = format!("{{\"a\": 1, \"s\": \"{}\"}}\n", "\\n".repeat(text));
+        let (peak_bytes, row) = peak(&[short(), long.clone(), short()]);
+        assert!(row >= text);
+        let (least, most) = (long.len() + 2 * text, 3 * long.len() + 2 * text);
+        assert!((least..most).contains(&peak_bytes), "{peak_bytes} of {least} to {most}");
+        // 20,000 fields, each with a name, an entry and a cell.
+        let fields: Vec<String> = (0..20_000).map(|i| format!("\"name{i}\": {i}.5")).collect();
+        let (peak_bytes, _) = peak(&[format!("{{{}}}\n", fields.join(", "))]);
+        assert!((20_000 * 200..20_000 * 600).contains(&peak_bytes), "{peak_bytes}");
     }
 
     /// Column names, and rows by their line.

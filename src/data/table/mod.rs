@@ -41,6 +41,7 @@ mod parquet_zones;
 mod quantity_forms;
 mod row_index;
 mod rows;
+mod same_reading;
 mod schema;
 mod split_keys;
 mod statistics;

@@ -17,9 +17,11 @@ use super::dialect::{Dialect, MAX_ROW_BYTES, RowEnds};
 use crate::{DataError, ProgressObserver};
 
 /// Bytes that a thread scans at once.
-const CHUNK_BYTES: u64 = 2 << 20;
+pub const CHUNK_BYTES: u64 = 2 << 20;
 /// Minimum bytes between two entries; a longer row has an entry of its own.
 const BLOCK_BYTES: u64 = 4 << 10;
+/// Bytes of a block or a row whose buffers are in the plan one by one.
+pub const LONG_ROW_BYTES: u64 = 64 << 10;
 
 /// Row offsets of a file.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -29,6 +31,8 @@ pub struct RowIndex {
     pub rows: u64,
     /// File size in bytes.
     file_bytes: u64,
+    /// Some row of more than [`LONG_ROW_BYTES`] bytes has a quote, or may have one.
+    pub long_quotes: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -54,6 +58,8 @@ struct ScannedChunk {
     /// Offset of the last row.
     last_row_offset: u64,
     quoted: bool,
+    /// A long row has a quote, or a row continues inside quotes after the chunk.
+    long_quotes: bool,
 }
 
 /// A file to scan from byte `body_offset`, where its first row starts.
@@ -105,6 +111,7 @@ impl RowIndex {
                     .extend(found.offsets.iter().map(|mark| RowOffset { row: mark.row + row, ..*mark }));
                 index.rows += found.rows;
                 quoted = found.quoted;
+                index.long_quotes |= found.long_quotes;
                 if found.rows > 0 {
                     last = found.last_row_offset;
                 }
@@ -144,13 +151,19 @@ impl RowIndex {
         (RowBlock { start: mark.offset, end, first_row: mark.row }, rows)
     }
 
+    /// Bytes of the longest block, which a reader holds: those of the longest row, or a few more.
+    pub fn longest_block(&self) -> u64 {
+        let blocks = (0..self.offsets.len()).map(|i| self.block_at(i).0);
+        blocks.map(|block| block.end - block.start).max().unwrap_or(0)
+    }
+
     pub fn resident_bytes(&self) -> u64 {
         (self.offsets.capacity() * size_of::<RowOffset>()) as u64
     }
 
-    /// Encoding for the cache: rows, file size, then the entries.
+    /// Encoding for the cache: rows, file size, whether long rows have quotes, then the entries.
     pub fn to_bytes(&self) -> Vec<u8> {
-        let numbers = [self.rows, self.file_bytes].into_iter();
+        let numbers = [self.rows, self.file_bytes, self.long_quotes.into()].into_iter();
         let marks = self.offsets.iter().flat_map(|mark| [mark.offset, mark.row]);
         numbers.chain(marks).flat_map(u64::to_le_bytes).collect()
     }
@@ -159,7 +172,7 @@ impl RowIndex {
     pub fn from_bytes(bytes: &[u8]) -> Option<Self> {
         let (numbers, rest) = bytes.as_chunks::<8>();
         let mut numbers = numbers.iter().map(|number| u64::from_le_bytes(*number));
-        let (rows, length) = (numbers.next()?, numbers.next()?);
+        let (rows, length, quotes) = (numbers.next()?, numbers.next()?, numbers.next()?);
         let mut marks = Vec::with_capacity(numbers.len() / 2);
         while let Some(offset) = numbers.next() {
             marks.push(RowOffset { offset, row: numbers.next()? });
@@ -168,7 +181,8 @@ impl RowIndex {
         let fits = marks.last().is_none_or(|last| last.offset < length && last.row < rows);
         let whole =
             rest.is_empty() && ascending && fits && marks.first().map_or(rows == 0, |first| first.row == 0);
-        whole.then_some(Self { offsets: marks, rows, file_bytes: length })
+        let long_quotes = quotes == 1;
+        (whole && quotes <= 1).then_some(Self { offsets: marks, rows, file_bytes: length, long_quotes })
     }
 }
 
@@ -212,6 +226,9 @@ impl RowScan<'_> {
 fn scan_text(text: &[u8], start: u64, quoted: bool, dialect: Dialect) -> ScannedChunk {
     let mut chunk = ScannedChunk::default();
     let mut row = (!quoted).then_some(0);
+    let has_long_quotes =
+        |row: &[u8]| row.len() as u64 > LONG_ROW_BYTES && memchr(dialect.quote, row).is_some();
+    let mut long_quotes = false;
     let mut add_row = |row: usize| {
         let offset = start + row as u64;
         if chunk.offsets.last().is_none_or(|mark| offset - mark.offset >= BLOCK_BYTES) {
@@ -226,6 +243,7 @@ fn scan_text(text: &[u8], start: u64, quoted: bool, dialect: Dialect) -> Scanned
             && !dialect.skips_line(&text[row..end])
         {
             add_row(row);
+            long_quotes |= has_long_quotes(&text[row..end]);
         }
         row = Some(end);
     }
@@ -234,8 +252,10 @@ fn scan_text(text: &[u8], start: u64, quoted: bool, dialect: Dialect) -> Scanned
         && !dialect.skips_line(&text[row..])
     {
         add_row(row);
+        long_quotes |= has_long_quotes(&text[row..]);
     }
     chunk.quoted = breaks.quoted;
+    chunk.long_quotes = long_quotes || breaks.quoted;
     chunk
 }
 
@@ -273,6 +293,11 @@ pub fn read_into(
     length: usize,
     bytes: &mut Vec<u8>,
 ) -> Result<(), DataError> {
+    if bytes.capacity() < length {
+        // What is planned: no more than `length`, and not the old buffer beside the new one.
+        *bytes = Vec::new();
+        bytes.reserve_exact(length);
+    }
     bytes.resize(length, 0);
     let mut done = 0;
     while done < length {
@@ -366,12 +391,29 @@ mod tests {
         }
     }
 
+    /// A reader holds the longest block; whether it also holds a copy without quotes depends on long rows only.
+    #[test]
+    fn the_longest_row_and_its_quotes_are_known() {
+        let long = "x".repeat(3 << 20);
+        let short: String = (0..2000).map(|i| format!("{i},\"a\"\n")).collect();
+        for (row, quotes) in [(format!("1,{long}\n"), false), (format!("1,\"{long}\n{long}\"\n"), true)] {
+            let text = format!("{short}{row}{short}");
+            let found = index(text.as_bytes(), CHUNK_BYTES).unwrap();
+            let (longest, row) = (found.longest_block(), row.len() as u64);
+            assert!((row..row + 2 * BLOCK_BYTES).contains(&longest), "{longest} {row}");
+            assert_eq!(found.long_quotes, quotes);
+            assert_eq!(RowIndex::from_bytes(&found.to_bytes()), Some(found));
+        }
+        let found = index(short.as_bytes(), CHUNK_BYTES).unwrap();
+        assert!(found.longest_block() < 2 * BLOCK_BYTES && !found.long_quotes);
+    }
+
     #[test]
     fn a_corrupt_index_is_rejected() {
         let good = index(b"a\nb\n", CHUNK_BYTES).unwrap().to_bytes();
         assert!(RowIndex::from_bytes(&good).is_some());
         assert!(RowIndex::from_bytes(&good[..good.len() - 1]).is_none());
         assert!(RowIndex::from_bytes(&good[..good.len() - 8]).is_none());
-        assert!(RowIndex::from_bytes(&[good.clone(), good[16..].to_vec()].concat()).is_none());
+        assert!(RowIndex::from_bytes(&[good.clone(), good[24..].to_vec()].concat()).is_none());
     }
 }

@@ -34,6 +34,8 @@ pub struct RowReader {
     /// Offset of the next line in `buffer`.
     position: usize,
     eof: bool,
+    /// Bytes at most so far of the buffer while it grows: the old one and the new one.
+    fill_bytes: u64,
     /// Bytes of the uncompressed file before `position`, and line breaks among them.
     pub offset: u64,
     line_breaks: u64,
@@ -63,6 +65,15 @@ impl Records {
         }
     }
 
+    /// Bytes that reading the rows up to here took at most.
+    fn peak_bytes(&self) -> u64 {
+        match self {
+            Self::Json(rows) => rows.peak_bytes(),
+            // The file declares what its batches take.
+            Self::Arrow(_) => 0,
+        }
+    }
+
     fn next(&mut self) -> Result<Option<(u64, &[u8])>, DataError> {
         match self {
             Self::Json(rows) => rows.next(),
@@ -88,6 +99,7 @@ impl RowReader {
             buffer,
             position: 0,
             eof: false,
+            fill_bytes: 0,
             offset: 0,
             line_breaks: 0,
             records,
@@ -156,6 +168,13 @@ impl RowReader {
             self.advance(length);
             return Ok(Some((line, &self.buffer[row])));
         }
+    }
+
+    /// Bytes that reading the rows up to here took at most, beside what decompresses them. It is the same each time
+    /// that the file is read.
+    pub fn peak_bytes(&self) -> u64 {
+        let buffer = (self.buffer.capacity() as u64).max(self.fill_bytes);
+        self.records.as_ref().map_or(buffer, Records::peak_bytes)
     }
 
     /// Column names: the first row if the dialect has a header; otherwise the column numbers from 0, and the row is
@@ -233,7 +252,13 @@ impl RowReader {
     /// its length.
     fn fill(&mut self) -> Result<(), DataError> {
         self.buffer.drain(..std::mem::take(&mut self.position));
-        let more = self.buffer.len().max(READ_BYTES) as u64;
+        let more = self.buffer.len().max(READ_BYTES);
+        if self.buffer.capacity() - self.buffer.len() < more {
+            let before = self.buffer.capacity();
+            self.buffer.reserve_exact(more);
+            self.fill_bytes = self.fill_bytes.max((before + self.buffer.capacity()) as u64);
+        }
+        let more = more as u64;
         let read = (&mut self.body).take(more).read_to_end(&mut self.buffer);
         let read = read.map_err(|error| read_error(&self.file, error))?;
         self.eof = (read as u64) < more;

@@ -5,10 +5,10 @@ use std::sync::Arc;
 
 use super::inference::{Samples, TrainedOn};
 use super::{Datasets, Failure, Source, readers, split_settings};
-use crate::base::features::TargetSpec;
+use crate::base::features::{InputSpec, TargetSpec};
 use crate::base::units::counted;
 use crate::data::fingerprint::FingerprintInput;
-use crate::data::idx::{self, IdxDataset};
+use crate::data::idx::{self, IdxDataset, TrainedShape};
 use crate::data::images::{
     self, ClassNames, ImageDataset, ImageFiles, ImageOptions, LabelColumns, TarShards,
 };
@@ -25,8 +25,10 @@ use crate::job::{self, Job, NormalizePreset, OneOrMany};
 impl Source for job::IdxConfig {
     fn open(&self, job: &Job, opening: &DatasetContext) -> Result<Datasets, Failure> {
         let readers = readers(job);
-        let other = |images, labels| {
-            open_idx(self, images, labels, transforms::Augmentation::default(), readers, opening)
+        let trained_on = TrainedShape::of(&self.train_images)?;
+        let other = |images: &Path, labels: &Path| {
+            let trained_on = Some(trained_on.clone());
+            open_idx(self, (images, labels), trained_on, Augmentation::default(), readers, opening)
         };
         // First and not at the same time as the others: compressed images are read into memory.
         let test = match (&self.test_images, &self.test_labels) {
@@ -34,7 +36,8 @@ impl Source for job::IdxConfig {
             _ => None,
         };
         let augmentation = augment(&self.augment);
-        let train = open_idx(self, &self.train_images, &self.train_labels, augmentation, readers, opening)?;
+        let train = (self.train_images.as_path(), self.train_labels.as_path());
+        let train = open_idx(self, train, None, augmentation, readers, opening)?;
         let valid = other(&self.valid_images, &self.valid_labels)?;
         let sets = Datasets { train: Arc::new(train), valid: Arc::new(valid), test };
         with_mixing(sets, &self.augment, readers, opening)
@@ -69,15 +72,22 @@ impl Source for job::IdxConfig {
             }
             .into());
         };
-        Ok(Arc::new(open_idx(self, images, labels, augmentation, readers(trained.job), opening)?))
+        let trained_on = match &trained.preprocessing.features.input {
+            InputSpec::Floats { shape } => {
+                Some(TrainedShape { images: self.train_images.clone(), shape: shape.clone() })
+            }
+            _ => None,
+        };
+        let readers = readers(trained.job);
+        Ok(Arc::new(open_idx(self, (images, labels), trained_on, augmentation, readers, opening)?))
     }
 }
 
 fn open_idx(
     s: &job::IdxConfig,
-    images: &Path,
-    labels: &Path,
-    augmentation: transforms::Augmentation,
+    (images, labels): (&Path, &Path),
+    trained_on: Option<TrainedShape>,
+    augmentation: Augmentation,
     readers: usize,
     opening: &DatasetContext,
 ) -> Result<IdxDataset, DataError> {
@@ -85,6 +95,7 @@ fn open_idx(
         images: images.to_owned(),
         labels: labels.to_owned(),
         classes: (0..s.classes).map(|class| class.to_string()).collect(),
+        trained_on,
         normalise: Normalise { mean: floats(&s.mean), std: floats(&s.std) },
         augmentation,
         readers,

@@ -4,7 +4,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use super::{Datasets, Failure, images, source_of, split_settings};
+use super::{Datasets, Failure, images, readers, source_of, split_settings};
 use crate::data::preprocessing::Preprocessing;
 use crate::data::split::DatasetSplit;
 use crate::data::transforms::Augmentation;
@@ -82,6 +82,7 @@ impl TrainedOn<'_> {
         let (views, augmentation) = self.views()?;
         let own_files = self.own_files(samples)?;
         let samples = own_files.as_deref().map_or(samples, Samples::Labelled);
+        let opening = &DatasetContext { workers: readers(self.job), ..opening.clone() };
         let dataset = source_of(self.job).open_trained(self, samples, augmentation, opening)?;
         Ok(if views == 1 { dataset } else { Arc::new(TestTimeViews::new(dataset, views)) })
     }

@@ -77,7 +77,7 @@ fn source_of(job: &Job) -> &dyn Source {
 
 /// Opens all sets.
 pub fn open(job: &Job, opening: &DatasetContext) -> Result<Datasets, Failure> {
-    source_of(job).open(job, opening)
+    source_of(job).open(job, &DatasetContext { workers: readers(job), ..opening.clone() })
 }
 
 /// Everything the samples are made from, for the data fingerprint; each input carries the job key that names it.
