@@ -373,6 +373,72 @@ fn exports_and_language_models_teach() {
     assert!(taught.iter().all(|loss| loss.is_finite()) && taught != alone);
 }
 
+/// An export has the tokenizer of its run in another form.
+#[test]
+fn an_export_with_a_tokenizer_teaches() {
+    let job = |rest: &str| {
+        format!(
+            "[model]\nkind = \"gpt\"\nlayers = 1\nheads = 2\nwidth = 16\ncontext = 8\n[data]\nkind = \"text\"\n\
+             train = \"a.txt\"\ntokens = \"characters\"\n[train]\nbatch_size = 4\nsteps = 4\n\
+             [log]\ntensorboard = false\nevery_steps = 1\n{rest}"
+        )
+    };
+    let folder = job_folder(job(""));
+    let at = folder.path();
+    fs::write(at.join("a.txt"), "the quick brown fox jumps over the lazy dog. ".repeat(40)).unwrap();
+    fit(at, "teacher", &[]);
+    trainer(at, &["export", "teacher", "--format", "safetensors", "-o", "out", "-q"]).expect(0);
+    fs::write(at.join("job.toml"), job("[distill]\nteacher = \"teacher\"\n")).unwrap();
+    let from_run = fit(at, "run", &[]);
+    assert_eq!(fit(at, "export", &["--set", "distill.teacher=out"]), from_run);
+    let mut other = read_json(&at.join("out/tokenizer.json"));
+    other["added_by_a_test"] = true.into();
+    fs::write(at.join("out/tokenizer.json"), other.to_string()).unwrap();
+    let text = trainer(at, &["check", "job.toml", "--set", "distill.teacher=out"]).expect(2).stderr;
+    assert!(text.contains("has another tokenizer than the data"), "{text}");
+}
+
+/// Sample weights, the place of columns in the file, and means that no sample depends on do not change what a teacher
+/// reads.
+#[test]
+fn tables_that_are_read_alike_share_a_teacher() {
+    let row = |i: usize| {
+        let class = if i % 7 < 3 { "low" } else { "high" };
+        format!("{},{},{},{class}\n", i % 7, i * 3 % 11, 0.5 * (i % 4) as f64)
+    };
+    let rows: Vec<String> = (0..200).map(row).collect();
+    let job = |data: &str, distill: &str| {
+        format!(
+            "[model]\nkind = \"mlp\"\nhidden = [8]\n[data]\nkind = \"csv\"\ncolumns = [\"a\", \"b\"]\ntarget = \"y\"\n\
+             {data}\n[train]\nbatch_size = 16\nsteps = 4\n[log]\ntensorboard = false\n{distill}"
+        )
+    };
+    const ROWS: &str = "train = \"rows.csv\"\nvalid_fraction = 0.3";
+    let raw = format!("{ROWS}\nstandardise = false");
+    let folder = job_folder(job(ROWS, ""));
+    let at = folder.path();
+    fs::write(at.join("rows.csv"), format!("a,b,w,y\n{}", rows.concat())).unwrap();
+    fs::write(at.join("moved.csv"), format!("z,a,b,w,y\n5,{}", rows.join("5,"))).unwrap();
+    fit(at, "standard", &[]);
+    fs::write(at.join("job.toml"), job(&raw, "")).unwrap();
+    fit(at, "raw", &[]);
+    let cases = [
+        ("standard", format!("{ROWS}\nweight = \"w\""), true),
+        ("raw", raw.replace("0.3", "0.2"), true),
+        ("raw", raw.replace("rows.csv", "moved.csv"), true),
+        ("raw", format!("{raw}\non_missing = \"mean\""), true),
+        ("standard", ROWS.replace("0.3", "0.2"), false),
+        ("standard", raw.clone(), false),
+    ];
+    for (i, (teacher, data, is_read_alike)) in cases.into_iter().enumerate() {
+        fs::write(at.join("job.toml"), job(&data, &format!("[distill]\nteacher = \"{teacher}\"\n"))).unwrap();
+        let out = trainer(at, &["fit", "job.toml", "--run-dir", &format!("run{i}"), "-q"]);
+        let text = out.expect(if is_read_alike { 0 } else { 2 }).stderr;
+        let is_refused = text.contains("reads the columns of the table in another way");
+        assert_eq!(is_refused, !is_read_alike, "{data}: {text}");
+    }
+}
+
 /// What does not fit the data is refused before anything is trained, and a teacher that changed when a run is resumed.
 #[test]
 fn other_teachers_are_refused() {

@@ -242,6 +242,62 @@ fn an_export_that_is_damaged_is_refused_by_what_is_wrong() {
     }
 }
 
+/// The job of an edited description is checked as that of a file, before anything is built from it.
+#[test]
+fn a_job_of_an_export_that_cannot_be_is_refused_by_its_key() {
+    let cnn = job_folder(
+        "[model]\nkind = 'cnn'\nstages = [{ channels = 4 }]\nhidden = [8]\n[data]\nkind = 'shapes'\n\
+         train_samples = 32\nvalid_samples = 16\nimage_size = 16\n[train]\nbatch_size = 16\nsteps = 2\n\
+         [log]\ntensorboard = false\n",
+    );
+    let gpt = language_model(GPT, "tokens = 'bytes'");
+    let cases = [
+        (&cnn, "/job/model/stages/0/stride", json!(0), "`model.stages[0].stride` cannot be 0; allowed: "),
+        (&cnn, "/job/train/batch_size", json!(0), "`train.batch_size` cannot be 0; allowed: "),
+        (&gpt, "/job/model/width", json!(0), "`model.width` cannot be 0; allowed: "),
+        (&gpt, "/job/model/layers", json!(1 << 20), "`model.layers` cannot be 1048576; allowed: "),
+        (
+            &gpt,
+            "/job/model/layers",
+            json!(1u64 << 62),
+            "`model.layers` cannot be 4611686018427387904; allowed: ",
+        ),
+        (&gpt, "/job/model/layers", json!(u64::MAX), "cannot be "),
+    ];
+    for folder in [&cnn, &gpt] {
+        fit(folder.path());
+        export(folder.path(), "run", "safetensors", &[]);
+        let job = fs::read_to_string(folder.path().join("job.toml")).unwrap();
+        fs::write(folder.path().join("student.toml"), format!("{job}[distill]\nteacher = 'safetensors'\n"))
+            .unwrap();
+        trainer(folder.path(), &["check", "student.toml", "-q"]).expect(0);
+    }
+    for (folder, key, value, expected) in cases {
+        let at = folder.path();
+        let file = at.join("safetensors/model.json");
+        let description = read_json(&file);
+        let mut changed = description.clone();
+        *changed.pointer_mut(key).unwrap() = value;
+        fs::write(&file, changed.to_string()).unwrap();
+        let expected =
+            |text: &str| text.contains("the job in `model.json` cannot be ") && text.contains(expected);
+        let text = trainer(at, &["eval", "safetensors"]).expect(4).stderr;
+        assert!(expected(&text), "{key}: {text}");
+        let text = trainer(at, &["check", "student.toml"]).expect(2).stderr;
+        assert!(expected(&text) && text.contains("`distill.teacher` is"), "{key}: {text}");
+        fs::write(&file, description.to_string()).unwrap();
+    }
+    // Files of training need not exist, and what only training reads may be of another version or build.
+    let at = gpt.path();
+    let file = at.join("safetensors/model.json");
+    let mut description = read_json(&file);
+    description["job"]["data"]["train"] = json!(["/gone/${TRAINER_TEST_UNSET}.txt"]);
+    description["job"]["log"]["mlflow"] = json!("https://example.org");
+    description["job"]["train"]["a_key_of_another_version"] = json!(1);
+    fs::write(&file, description.to_string()).unwrap();
+    trainer(at, &["generate", "safetensors", "--prompt", "abc", "--max-tokens", "2", "-q"]).expect(0);
+}
+
 #[test]
 fn a_model_and_a_job_that_do_not_match_are_refused() {
     let folder = classifier();

@@ -186,6 +186,50 @@ fn a_factorized_language_model_generates() {
     }
 }
 
+/// A model without its pruned units is factorized where none are counted.
+#[test]
+fn what_pruning_left_is_factorized() {
+    for (structure, whole) in [("channels", ".mlp."), ("heads", ".attn.")] {
+        let job = |train: &str, keys: &str| {
+            format!(
+                "[model]\nkind = \"gpt\"\nlayers = 2\nheads = 4\nwidth = 32\ncontext = 16\n[data]\nkind = \"text\"\n\
+                 train = \"a.txt\"\ntokens = \"bytes\"\n[train]\nbatch_size = 4\nsteps = 3\n{train}\n{keys}\n\
+                 [log]\ntensorboard = false\nreport = false\n"
+            )
+        };
+        let prune = format!(
+            "[prune]\nstructure = \"{structure}\"\nschedule = \"constant\"\nfinal = 0.5\nbegin_step = 1"
+        );
+        let folder = job_folder(job("", &prune));
+        let at = folder.path();
+        fs::write(at.join("a.txt"), "the quick brown fox jumps over the lazy dog. ".repeat(40)).unwrap();
+        trainer(at, &["fit", "job.toml", "--run-dir", "pruned", "-q"]).expect(0);
+        trainer(at, &["export", "pruned", "--format", "safetensors", "-o", "small", "-q"]).expect(0);
+        let description = read_json(&at.join("small/model.json"));
+        let kept = description["job"]["prune"]["kept"].as_object().unwrap();
+        let counts: Vec<String> =
+            kept.iter().map(|(layer, count)| format!("\"{layer}\" = {count}")).collect();
+        for lowrank in ["rank = 8", "rank = 2", "energy = 0.5", "target = \"1.05x\""] {
+            let keys = format!("[prune]\nkept = {{ {} }}\n[lowrank]\n{lowrank}", counts.join(", "));
+            fs::write(at.join("job.toml"), job("init = \"small\"", &keys)).unwrap();
+            trainer(at, &["fit", "job.toml", "--run-dir", "run", "-q"]).expect(0);
+            let job = read_json_job(&at.join("run"));
+            let ranks = job["lowrank"]["ranks"].as_table().unwrap();
+            assert!(
+                !ranks.is_empty() && ranks.keys().all(|layer| !layer.contains(whole)),
+                "{lowrank}: {ranks}"
+            );
+            trainer(at, &["export", "run", "--format", "safetensors", "-o", "out", "-q"]).expect(0);
+            let [run, export] = ["run", "out"].map(|model| {
+                let found = trainer(at, &["eval", model, "--json"]).expect(0).json();
+                found["metrics"]["loss"].as_f64().unwrap()
+            });
+            assert!((run - export).abs() < 1e-4 * run.abs(), "{lowrank}: {run} and {export}");
+            ["run", "out"].iter().for_each(|name| fs::remove_dir_all(at.join(name)).unwrap());
+        }
+    }
+}
+
 #[test]
 fn ranks_that_cannot_be_are_refused() {
     let folder = job_folder(job(MLP, ""));

@@ -3,7 +3,6 @@
 //! Every variant of a small grid is exported to ONNX, read back and evaluated on the validation set, so that its
 //! size and its metric are those of a file. The same model and data give the same table.
 
-use std::collections::BTreeSet;
 use std::fs::{self, File};
 use std::io;
 use std::path::{Path, PathBuf};
@@ -20,14 +19,13 @@ use super::export::{
 use super::session::SessionOptions;
 use super::trained_model::TrainedModel;
 use crate::data::Dataset;
-use crate::job::{LowRankConfig, ModelConfig, PruneStructure, Ranks, Reductions, SizeRatio, UnitCounts};
+use crate::job::{LowRankConfig, Ranks, Reductions, SizeRatio};
 use crate::kernels::low_rank;
 use crate::metrics::task::TaskMetrics;
-use crate::models::{self, unit_groups};
-use crate::params::{MatrixLayer, ParamLayout, UnitGroup};
+use crate::models;
 use crate::quantization::{ActivationPoints, ClipMethod};
 use crate::train::Failure;
-use crate::train::low_rank::{LowRankError, Spectra};
+use crate::train::low_rank::{LowRankError, Spectra, factorizable};
 
 /// How many times fewer parameters factorized variants have.
 const RANK_TARGETS: [&str; 2] = ["2x", "4x"];
@@ -185,28 +183,6 @@ fn rank_choices(model: &TrainedModel, ram: u64) -> Result<Vec<(Option<SizeRatio>
     Ok(choices)
 }
 
-/// The layers that a variant may factorize. Layers that have factors are not factorized again, and those whose units
-/// are in `kept` stay whole: a factorized layer has no units to count. So do those that share a tensor with them, since
-/// the units of several convolutions of one block are found together.
-fn factorizable(model: &ModelConfig, layout: &ParamLayout, kept: &UnitCounts) -> Vec<MatrixLayer> {
-    let structures = [PruneStructure::Channels, PruneStructure::Heads];
-    let groups: Vec<UnitGroup> =
-        structures.into_iter().flat_map(|structure| unit_groups(model, structure, layout)).collect();
-    let in_kept = groups.iter().filter(|group| kept.contains_key(&group.name));
-    let in_kept: BTreeSet<&str> = in_kept.flat_map(tensors).collect();
-    let stay = groups.iter().filter(|group| tensors(group).any(|tensor| in_kept.contains(tensor)));
-    let stay: BTreeSet<&str> = stay.flat_map(tensors).collect();
-    let may = |layer: &&MatrixLayer| {
-        layer.rank.is_none() && layer.max_rank() > 0 && !stay.contains(layer.weight.name.as_str())
-    };
-    layout.matrices.iter().filter(may).cloned().collect()
-}
-
-/// The tensors with values of these units.
-fn tensors(group: &UnitGroup) -> impl Iterator<Item = &str> {
-    group.slices.iter().map(|slice| slice.tensor.as_str())
-}
-
 /// The model with these ranks and the weights in this file.
 fn with_weights(model: &TrainedModel, ranks: &Ranks, weights: &Path) -> TrainedModel {
     let mut job = model.job.clone();
@@ -334,7 +310,6 @@ fn mark_frontier(variants: &mut [Variant]) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::base::features::{Features, InputSpec, TargetSpec};
 
     fn variant(gzipped_bytes: u64, loss: f64) -> Variant {
         Variant {
@@ -347,47 +322,6 @@ mod tests {
             metric: 0.9 - loss,
             loss,
             on_frontier: false,
-        }
-    }
-
-    /// With every other layer factorized, a model still has the units that `kept` counts.
-    #[test]
-    fn layers_with_counted_units_stay_whole() {
-        let names = (0..10).map(|class| class.to_string()).collect();
-        let images = Features::new(InputSpec::Floats { shape: vec![16, 16, 3] }, TargetSpec::Class { names });
-        let tokens = Features::new(InputSpec::Tokens { length: 16, vocab: 61 }, TargetSpec::Tokens);
-        let gpt = "kind = 'gpt'\nlayers = 2\nheads = 4\nwidth = 16\ncontext = 16";
-        let resnet = "kind = 'resnet'\ndepth = 50\nstem = 'small'";
-        let block = "transformer.h.0";
-        let cases = [
-            (
-                gpt,
-                &tokens,
-                format!("{block}.attn"),
-                format!("{block}.attn.c_proj"),
-                format!("{block}.mlp.c_fc"),
-            ),
-            (
-                gpt,
-                &tokens,
-                format!("{block}.mlp.c_fc"),
-                format!("{block}.mlp.c_proj"),
-                format!("{block}.attn.c_proj"),
-            ),
-            (resnet, &images, "layer1.0.conv2".into(), "layer1.0.conv1".into(), "layer1.1.conv2".into()),
-        ];
-        for (model, features, counted, whole, other) in cases {
-            let model: ModelConfig = toml::from_str(model).unwrap();
-            let kept = UnitCounts::from([(counted.clone(), 2)]);
-            let layout = |ranks: Ranks| {
-                let reductions = Reductions { ranks, kept: kept.clone() };
-                models::build_reduced(&model, features, &reductions).unwrap().layout
-            };
-            let layers = factorizable(&model, &layout(Ranks::new()), &kept);
-            let has = |name: &str| layers.iter().any(|layer| layer.name == name);
-            assert!(!has(&whole) && has(&other), "{counted}: {layers:?}");
-            let ranks = layers.iter().map(|layer| (layer.name.clone(), 1)).collect();
-            assert!(factorizable(&model, &layout(ranks), &kept).is_empty(), "{counted}");
         }
     }
 

@@ -15,13 +15,12 @@ use super::export::{ExportFormat, ExportOptions, ExportSource, QuantizedType, Ro
 use super::trained_model::{Origin, TrainedModel, with_sets};
 use crate::base::regular_file;
 use crate::data::preprocessing::Preprocessing;
-use crate::job::{Job, ModelConfig};
+use crate::job::ModelConfig;
 use crate::quantization::ActivationPoints;
 use crate::train::Failure;
 use crate::train::checkpoint::{MODEL, PREPROCESSING};
+use crate::train::described_job::{DESCRIPTION, described_job};
 
-/// The description that every export has.
-const DESCRIPTION: &str = "model.json";
 /// The description of a model that transformers saved.
 const CONFIG: &str = "config.json";
 
@@ -70,8 +69,7 @@ fn exported(folder: &Path, sets: &[String]) -> Result<TrainedModel, Failure> {
     let unusable = |problem| unusable(folder, problem);
     let description: Value = serde_json::from_slice(&read_json(folder, DESCRIPTION)?)
         .map_err(|error| unusable(format!("`{DESCRIPTION}` is not JSON: {error}")))?;
-    let job: Job = serde_json::from_value(description["job"].clone())
-        .map_err(|error| unusable(format!("the job in `{DESCRIPTION}` cannot be read: {error}")))?;
+    let job = described_job(&description, folder).map_err(unusable)?;
     let preprocessing = Preprocessing::from_json(&read_json(folder, PREPROCESSING)?)
         .map_err(|problem| unusable(format!("`{PREPROCESSING}`: {problem}")))?;
     let (file, format) = weight_file(folder).ok_or_else(|| {

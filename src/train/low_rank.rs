@@ -2,17 +2,20 @@
 //! of the weights that `train.init` names. They become part of the job, so that a run needs those weights only to
 //! start.
 
+use std::collections::BTreeSet;
 use std::path::Path;
 
 use super::Failure;
 use super::initial_weights::{InitError, WeightFiles};
 use crate::base::features::Features;
 use crate::base::units::{Bytes, counted};
-use crate::job::{InitHead, Job, LowRankConfig, Ranks, SizeRatio};
+use crate::job::{
+    InitHead, Job, LowRankConfig, ModelConfig, PruneStructure, Ranks, Reductions, SizeRatio, UnitCounts,
+};
 use crate::kernels::host;
 use crate::kernels::low_rank::{self, Matrix, rank_of_energy, singular_values};
-use crate::models::ModelError;
-use crate::params::{MatrixLayer, matching_layers};
+use crate::models::{ModelError, build_reduced, unit_groups};
+use crate::params::{MatrixLayer, ParamLayout, UnitGroup, matching_layers};
 
 /// Halvings of the interval in which the energy of a size target is searched: beyond the resolution of f64.
 const BISECTIONS: usize = 60;
@@ -38,9 +41,12 @@ pub enum LowRankError {
 /// `[lowrank]`, or has its ranks.
 pub fn resolve(job: &mut Job, features: &Features, ram: u64) -> Result<(), Failure> {
     let Some(config) = job.lowrank.as_ref().filter(|config| config.ranks.is_empty()) else { return Ok(()) };
-    let layout = crate::models::build(&job.model, features)?.layout;
-    let layers = matching_layers(&config.layers, &layout.matrices).map_err(ModelError::from)?;
-    let layers: Vec<MatrixLayer> = layers.into_iter().filter(|layer| layer.max_rank() > 0).cloned().collect();
+    let reductions = Reductions::of_job(job);
+    let layout = build_reduced(&job.model, features, &reductions)?.layout;
+    let named = matching_layers(&config.layers, &layout.matrices).map_err(ModelError::from)?;
+    let named: BTreeSet<&str> = named.into_iter().map(|layer| layer.name.as_str()).collect();
+    let mut layers = factorizable(&job.model, &layout, &reductions.kept);
+    layers.retain(|layer| named.contains(layer.name.as_str()));
     let count = layers.len();
     let (ranks, asked) = match (config, &job.train.init) {
         (LowRankConfig { rank: Some(rank), .. }, _) => {
@@ -74,6 +80,28 @@ pub fn keep_ranks(job: &mut Job, before: &serde_json::Value) {
     {
         config.ranks = kept;
     }
+}
+
+/// The layers that may be factorized. Layers that have factors are not factorized again, and those whose units
+/// are in `kept` stay whole: a factorized layer has no units to count. So do those that share a tensor with them, since
+/// the units of several convolutions of one block are found together.
+pub fn factorizable(model: &ModelConfig, layout: &ParamLayout, kept: &UnitCounts) -> Vec<MatrixLayer> {
+    let structures = [PruneStructure::Channels, PruneStructure::Heads];
+    let groups: Vec<UnitGroup> =
+        structures.into_iter().flat_map(|structure| unit_groups(model, structure, layout)).collect();
+    let in_kept = groups.iter().filter(|group| kept.contains_key(&group.name));
+    let in_kept: BTreeSet<&str> = in_kept.flat_map(tensors).collect();
+    let stay = groups.iter().filter(|group| tensors(group).any(|tensor| in_kept.contains(tensor)));
+    let stay: BTreeSet<&str> = stay.flat_map(tensors).collect();
+    let may = |layer: &&MatrixLayer| {
+        layer.rank.is_none() && layer.max_rank() > 0 && !stay.contains(layer.weight.name.as_str())
+    };
+    layout.matrices.iter().filter(may).cloned().collect()
+}
+
+/// The tensors with values of these units.
+fn tensors(group: &UnitGroup) -> impl Iterator<Item = &str> {
+    group.slices.iter().map(|slice| slice.tensor.as_str())
 }
 
 /// The ranks, given by the index of a layer, of the layers that become smaller.
@@ -148,6 +176,7 @@ impl Spectra {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::base::features::{InputSpec, TargetSpec};
     use crate::params::{ParamRegistry, TensorUse};
 
     fn layers(shapes: &[[usize; 2]]) -> Vec<MatrixLayer> {
@@ -173,6 +202,47 @@ mod tests {
         }
         let error = spectra.of_size("99x".parse().unwrap()).unwrap_err().to_string();
         assert!(error.contains("`lowrank.target` is \"99x\"") && error.contains("times smaller"), "{error}");
+    }
+
+    /// With every other layer factorized, a model still has the units that `kept` counts.
+    #[test]
+    fn layers_with_counted_units_stay_whole() {
+        let names = (0..10).map(|class| class.to_string()).collect();
+        let images = Features::new(InputSpec::Floats { shape: vec![16, 16, 3] }, TargetSpec::Class { names });
+        let tokens = Features::new(InputSpec::Tokens { length: 16, vocab: 61 }, TargetSpec::Tokens);
+        let gpt = "kind = 'gpt'\nlayers = 2\nheads = 4\nwidth = 16\ncontext = 16";
+        let resnet = "kind = 'resnet'\ndepth = 50\nstem = 'small'";
+        let block = "transformer.h.0";
+        let cases = [
+            (
+                gpt,
+                &tokens,
+                format!("{block}.attn"),
+                format!("{block}.attn.c_proj"),
+                format!("{block}.mlp.c_fc"),
+            ),
+            (
+                gpt,
+                &tokens,
+                format!("{block}.mlp.c_fc"),
+                format!("{block}.mlp.c_proj"),
+                format!("{block}.attn.c_proj"),
+            ),
+            (resnet, &images, "layer1.0.conv2".into(), "layer1.0.conv1".into(), "layer1.1.conv2".into()),
+        ];
+        for (model, features, counted, whole, other) in cases {
+            let model: ModelConfig = toml::from_str(model).unwrap();
+            let kept = UnitCounts::from([(counted.clone(), 2)]);
+            let layout = |ranks: Ranks| {
+                let reductions = Reductions { ranks, kept: kept.clone() };
+                build_reduced(&model, features, &reductions).unwrap().layout
+            };
+            let layers = factorizable(&model, &layout(Ranks::new()), &kept);
+            let has = |name: &str| layers.iter().any(|layer| layer.name == name);
+            assert!(!has(&whole) && has(&other), "{counted}: {layers:?}");
+            let ranks = layers.iter().map(|layer| (layer.name.clone(), 1)).collect();
+            assert!(factorizable(&model, &layout(ranks), &kept).is_empty(), "{counted}");
+        }
     }
 
     #[test]

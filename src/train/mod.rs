@@ -4,6 +4,7 @@ pub mod autotune;
 pub mod checkpoint;
 pub mod data_wait;
 pub mod datasets;
+pub mod described_job;
 pub mod early_stop;
 pub mod engine;
 pub mod evaluation_file;

@@ -6,6 +6,8 @@ use candle_core::{DType, Device};
 
 use super::Failure;
 use super::checkpoint::{self, Checkpoints};
+use super::datasets::tables::TableSource;
+use super::described_job::{DESCRIPTION, described_job};
 use super::run_dir::RunDir;
 use super::setup::{activation_dtype, fused_network};
 use super::tensor_files::{load_views, load_weights};
@@ -23,9 +25,6 @@ use crate::job::{
 use crate::models::{BuiltModel, FeatureOptions, LossOptions, ModelError, block_named};
 use crate::param_store::ParamStore;
 use crate::params::{Int8Layout, ParamLayout, ParamRules};
-
-/// The description that every export has.
-const DESCRIPTION: &str = "model.json";
 
 /// Upper bound on the size of each JSON file.
 const MAX_JSON_BYTES: u64 = 1 << 30;
@@ -78,14 +77,18 @@ impl Teacher {
             true => {
                 let state = checkpoint::verify_files(&folder).map_err(|why| format!("is damaged: {why}"))?;
                 serde_json::from_value(state.job)
+                    .map_err(|error| format!("has a job that cannot be read: {error}"))?
             }
-            false => serde_json::from_slice::<serde_json::Value>(&read(DESCRIPTION)?)
-                .and_then(|mut description| serde_json::from_value(description["job"].take())),
-        }
-        .map_err(|error| format!("has a job that cannot be read: {error}"))?;
+            false => {
+                let description: serde_json::Value = serde_json::from_slice(&read(DESCRIPTION)?)
+                    .map_err(|error| format!("cannot be used: `{DESCRIPTION}` is not JSON: {error}"))?;
+                described_job(&description, &folder).map_err(|why| format!("cannot be used: {why}"))?
+            }
+        };
         let preprocessing = Preprocessing::from_json(&read(checkpoint::PREPROCESSING)?)
             .map_err(|why| format!("cannot be used: `{}`: {why}", checkpoint::PREPROCESSING))?;
         check_data(&preprocessing, dataset)?;
+        check_table(&preprocessing, &its_job, dataset, job)?;
         check_normalization(&its_job, job)?;
         check_tokenizer(&folder, dataset)?;
         let statistics = folder.join(checkpoint::MODEL);
@@ -242,12 +245,25 @@ fn check_data(its: &Preprocessing, dataset: &dyn Dataset) -> Result<(), String> 
         };
         return Err(format!("has {}, and the data has {}", describe(&there), describe(&here)));
     }
-    if its.table.as_ref() != dataset.table_schema() {
-        return Err(
-            "reads the columns of the table in another way: other columns, means or categories".into()
-        );
-    }
     Ok(())
+}
+
+/// Checks that the teacher's job and this one make the same sample of a row.
+fn check_table(its: &Preprocessing, its_job: &Job, dataset: &dyn Dataset, job: &Job) -> Result<(), String> {
+    let (there, here) = (its.table.as_ref(), dataset.table_schema());
+    let is_same = match (there, here, TableSource::of(its_job), TableSource::of(job)) {
+        (None, None, ..) => true,
+        (Some(there), Some(here), Some(its_source), Some(source)) => {
+            there.reads_like(&its_source.settings, here, &source.settings)
+        }
+        _ => false,
+    };
+    match is_same {
+        true => Ok(()),
+        false => {
+            Err("reads the columns of the table in another way: other columns, means or categories".into())
+        }
+    }
 }
 
 /// The first names of a list.
@@ -282,8 +298,13 @@ fn check_normalization(its: &Job, job: &Job) -> Result<(), String> {
 
 fn check_tokenizer(folder: &Path, dataset: &dyn Dataset) -> Result<(), String> {
     let Some(here) = dataset.tokenizer_json() else { return Ok(()) };
+    // An export has it indented.
+    let is_same = |there: &[u8]| {
+        let json = |text: &[u8]| serde_json::from_slice::<serde_json::Value>(text).ok();
+        there == here || json(there).is_some_and(|there| Some(there) == json(&here))
+    };
     match regular_file::read(&folder.join(checkpoint::TOKENIZER), MAX_JSON_BYTES) {
-        Ok(there) if there == here => Ok(()),
+        Ok(there) if is_same(&there) => Ok(()),
         Ok(_) => Err("has another tokenizer than the data".into()),
         Err(error) => Err(format!("has no tokenizer that can be read: {error}")),
     }
