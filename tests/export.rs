@@ -174,6 +174,25 @@ fn a_classifier_is_exported_in_integers() {
     assert!(text.contains("does not fit") || text.contains("budget"), "{text}");
 }
 
+/// Inputs of 1e-7 beside a bias of about 1.2, which takes more of their steps than 32 bits have.
+#[test]
+fn a_bias_far_larger_than_its_inputs_is_exported_in_integers() {
+    let folder = job_folder(
+        "[model]\nkind = 'mlp'\nhidden = []\n[data]\nkind = 'csv'\ntrain = 'train.csv'\nvalid_fraction = 0.2\n\
+         target = 'c'\ntask = 'values'\nstandardise = false\n[train]\nbatch_size = 16\nsteps = 60\n[optimizer]\n\
+         lr = 0.05\n[log]\ntensorboard = false\n",
+    );
+    let at = folder.path();
+    let row = |i: usize| format!("{}e-8,{}e-8,1.{}\n", i * 37 % 101, i * 53 % 97, i % 5);
+    fs::write(at.join("train.csv"), format!("x,y,c\n{}", (0..200).map(row).collect::<String>())).unwrap();
+    trainer(at, &["fit", "job.toml", "--run-dir", "run", "-q"]).expect(0);
+    for format in ["onnx", "tflite"] {
+        let args = ["export", "run", "--json", "-q", "--format", format, "--quantize", "int8", "-o", format];
+        let summary = trainer(at, &args).expect(0).json();
+        assert!(change(&summary, "loss") < 0.01, "{format}: {summary}");
+    }
+}
+
 #[test]
 fn what_makes_no_sense_is_refused_with_what_would_work() {
     let folder = classifier();

@@ -102,6 +102,22 @@ fn columns_may_be_in_another_order_and_a_missing_one_is_named() {
     assert!(text.contains("it has no column `y`"), "{text}");
 }
 
+/// Predictions never take the place of what they are of, under whatever name.
+#[test]
+fn inputs_are_not_overwritten() {
+    let folder = trained(CLASSIFIER, &table(100, 0));
+    let inputs = "x,y,color\n1,2,red\n9,1,green\n";
+    fs::write(folder.path().join("new.csv"), inputs).unwrap();
+    fs::hard_link(folder.path().join("new.csv"), folder.path().join("same.csv")).unwrap();
+    for output in ["new.csv", "./run/../new.csv", "same.csv"] {
+        let text = predict(folder.path(), &["run", "new.csv", "-o", output]).expect(2).stderr;
+        assert!(text.contains("would overwrite `new.csv`"), "{text}");
+        assert_eq!(fs::read_to_string(folder.path().join("new.csv")).unwrap(), inputs);
+    }
+    predict(folder.path(), &["run", "new.csv", "-o", "out.csv"]).expect(0);
+    predict(folder.path(), &["run", "new.csv", "-o", "out.csv"]).expect(0);
+}
+
 #[test]
 fn a_bad_row_stops_or_is_a_row_with_an_error_as_the_job_says() {
     let folder = trained(CLASSIFIER, &table(400, 0));
@@ -218,6 +234,8 @@ fn losses_and_early_stopping_are_keys_of_the_job() {
     assert!(smooth > 0.3, "smoothing keeps the loss of certain predictions up: {smooth}");
     let text = fit("a", &["train.class_weights={abov=2.0}"]).expect(2).stderr;
     assert!(text.contains("names `abov`, which is no class"), "{text}");
+    let text = fit("a", &["train.class_weights={above=0.0, below=0.0}"]).expect(2).stderr;
+    assert!(text.contains("is 0 for every class of the training set"), "{text}");
     let text = fit("b", &["train.loss=mae"]).expect(2).stderr;
     assert!(text.contains("`train.loss = \"mae\"` needs values as targets"), "{text}");
     fit("early", &["train.epochs=200", "stop.target=0.9", "stop.metric=valid.accuracy"]).expect(0);
@@ -302,5 +320,86 @@ fn a_trained_model_is_fine_tuned_to_other_classes() {
     for name in ["layers.0.weight", "layers.0.bias", "layers.1.weight", "layers.1.bias"] {
         assert!(ten[name] == head[name], "{name} is frozen");
         assert!(ten[name] != tuned[name], "{name} is trained");
+    }
+}
+
+/// The metrics of no rows are no numbers, and those of the other rows are not what was asked for.
+#[test]
+fn an_evaluation_ends_at_a_bad_record_or_leaves_it_out_as_the_job_says() {
+    let folder = trained(CLASSIFIER, &table(400, 0));
+    let at = folder.path();
+    let eval = |file: &str, sets: &[&str]| {
+        let sets: Vec<&str> = sets.iter().flat_map(|set| ["--set", *set]).collect();
+        trainer(at, &[&["eval", "run", "--data", file], &sets[..]].concat())
+    };
+    let bad = "1,2,red,sideways\n";
+    fs::write(at.join("some.csv"), table(30, 1000) + bad + bad).unwrap();
+    fs::write(at.join("none.csv"), format!("x,y,color,class\n{bad}{bad}")).unwrap();
+    for file in ["some.csv", "none.csv"] {
+        let ended = eval(file, &[]).expect(4);
+        for part in [file, "line ", "column `class`", "`sideways`", "data.on_bad_record=skip"] {
+            assert!(ended.stderr.contains(part), "{part}: {}", ended.stderr);
+        }
+        assert_eq!(ended.stdout, "");
+    }
+    let ended = eval("some.csv", &["data.on_bad_record=skip"]).expect(0);
+    assert!(ended.stderr.contains("left out: 2 bad records"), "{}", ended.stderr);
+    assert_eq!(
+        ended.stdout.lines().next().unwrap().split_whitespace().collect::<Vec<_>>(),
+        ["samples", "30"]
+    );
+    assert!(!ended.stdout.contains("NaN") && !ended.stdout.contains(" -0.0"), "{}", ended.stdout);
+    let ended = eval("some.csv", &["data.on_bad_record=skip", "data.max_bad_records=1"]).expect(4);
+    assert!(ended.stderr.contains("2 bad records, more than the limit of 1"), "{}", ended.stderr);
+    let ended = eval("none.csv", &["data.on_bad_record=skip"]).expect(4);
+    assert!(ended.stderr.contains("has no samples") && ended.stderr.contains("sideways"), "{}", ended.stderr);
+    assert_eq!(ended.stdout, "");
+}
+
+/// An idx file of bytes.
+fn idx(dims: &[u32], value: impl Fn(u32) -> u8) -> Vec<u8> {
+    let header = [0, 0, 8, dims.len() as u8].into_iter().chain(dims.iter().flat_map(|dim| dim.to_be_bytes()));
+    let count: u32 = dims.iter().product();
+    header.chain((0..count).map(value)).collect()
+}
+
+/// As many pixels in other rows and columns would train and be evaluated without an error, scrambled.
+#[test]
+fn idx_images_of_another_shape_than_those_of_training_are_refused() {
+    let folder = job_folder(
+        "[model]\nkind = 'mlp'\nhidden = [8]\n[data]\nkind = 'idx'\ntrain_images = 'ti'\ntrain_labels = 'tl'\n\
+         valid_images = 'vi'\nvalid_labels = 'vl'\n[train]\nbatch_size = 8\nepochs = 1\n[log]\ntensorboard = false\n",
+    );
+    let at = folder.path();
+    let write = |images: &str, labels: &str, shape: [u32; 3]| {
+        fs::write(at.join(images), idx(&shape, |i| (i * 37 % 251) as u8)).unwrap();
+        fs::write(at.join(labels), idx(&shape[..1], |i| (i % 10) as u8)).unwrap();
+    };
+    write("ti", "tl", [40, 6, 5]);
+    write("vi", "vl", [20, 6, 5]);
+    trainer(at, &["fit", "job.toml", "--run-dir", "run", "-q"]).expect(0);
+    trainer(at, &["eval", "run", "--data", "vi", "vl", "-q"]).expect(0);
+    for shape in [[20, 5, 6], [20, 30, 1], [20, 5, 3]] {
+        let says = |text: &str| {
+            let other = format!("vi` have shape [{}, {}, 1]", shape[1], shape[2]);
+            assert!(text.contains(&other) && text.contains("ti` have shape [6, 5, 1]"), "{text}");
+        };
+        write("vi", "vl", shape);
+        for command in ["check", "plan"] {
+            says(&trainer(at, &[command, "job.toml"]).expect(4).stderr);
+        }
+        let run = format!("run-{}-{}", shape[1], shape[2]);
+        says(&trainer(at, &["fit", "job.toml", "--run-dir", &run]).expect(4).stderr);
+        for command in
+            [&["eval", "run"][..], &["eval", "run", "--data", "vi", "vl"], &["predict", "run", "vi", "vl"]]
+        {
+            says(&trainer(at, command).expect(4).stderr);
+        }
+        // A test set that training only counts.
+        write("vi", "vl", [20, 6, 5]);
+        write("xi", "xl", shape);
+        let sets = ["--set", "data.test_images=xi", "--set", "data.test_labels=xl"];
+        let text = trainer(at, &[&["check", "job.toml"], &sets[..]].concat()).expect(4).stderr;
+        assert!(text.contains("xi` have shape"), "{text}");
     }
 }

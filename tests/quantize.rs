@@ -233,6 +233,32 @@ fn the_best_checkpoint_is_rounded() {
     trainer(at, &compress).expect(0);
 }
 
+/// The planned size of a pruned model is that of its export, which has neither the ranges of activations nor the maps to
+/// a teacher's features.
+#[test]
+fn the_pruned_model_is_planned_as_it_is_exported() {
+    let folder = job_folder(job(MLP, "", ""));
+    let at = folder.path();
+    trainer(at, &["fit", "job.toml", "--run-dir", "teacher", "-q"]).expect(0);
+    for structure in ["weights", "channels"] {
+        let rest = format!(
+            "[distill]\nteacher = \"teacher\"\n[[distill.features]]\nstudent = \"layers.0\"\nteacher = \"layers.0\"\n\
+             [prune]\nstructure = \"{structure}\"\nschedule = \"constant\"\nfinal = 0.5\nbegin_step = 2\n"
+        );
+        fs::write(at.join("student.toml"), job(MLP, "", &rest)).unwrap();
+        let plan = trainer(at, &["plan", "student.toml", "--json", "--ram", "1GiB"]).expect(0).json();
+        trainer(at, &["fit", "student.toml", "--run-dir", structure, "-q"]).expect(0);
+        let out = format!("{structure}-export");
+        trainer(at, &["export", structure, "--format", "safetensors", "-o", &out, "-q"]).expect(0);
+        let exported = tensors(&at.join(out).join("model.safetensors"));
+        let values: usize = exported.values().map(Vec::len).sum();
+        assert_eq!(plan["pruned"]["bytes"], 4 * values, "{structure}: {}", plan["pruned"]);
+        // The fraction of the weights that go.
+        let sparsity = plan["pruned"]["sparsity"].as_f64().unwrap();
+        assert!((0.45..0.6).contains(&sparsity), "{structure}: {sparsity}");
+    }
+}
+
 /// The rounded weights, as many as there are, are in the plan.
 #[test]
 fn the_plan_counts_the_rounded_weights() {

@@ -2,7 +2,7 @@
 
 use std::fs::File;
 use std::io::{self, IsTerminal};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use clap::{Args, ValueEnum};
 
@@ -72,6 +72,12 @@ impl PredictArgs {
             test_time: self.tta.unwrap_or_default(),
         };
         let (inputs, _spooled) = self.spooled_inputs(&model)?;
+        if let Some(output) = &self.output
+            && let Some(input) = inputs.iter().find(|input| is_same_file(input, output))
+        {
+            let message = format!("`-o` would overwrite `{}`, which is to be read", input.display());
+            return Err(CliError::usage(message, "name another file").into());
+        }
         let ctx = opening(common, &model, session.ram);
         let dataset = trained.open(Samples::Unlabelled(&inputs), &ctx)?;
         session.held_bytes = ctx.large_images.extra_bytes();
@@ -161,6 +167,18 @@ impl PredictArgs {
             }
         }
     }
+}
+
+/// Whether both paths lead to the same file, by links too.
+fn is_same_file(a: &Path, b: &Path) -> bool {
+    #[cfg(unix)]
+    let id = |path: &Path| {
+        use std::os::unix::fs::MetadataExt;
+        std::fs::metadata(path).ok().filter(|file| file.is_file()).map(|file| (file.dev(), file.ino()))
+    };
+    #[cfg(not(unix))]
+    let id = |path: &Path| path.canonicalize().ok();
+    id(a).is_some_and(|a| Some(a) == id(b))
 }
 
 fn table_rows(model: &TrainedModel, inputs: &[PathBuf]) -> anyhow::Result<TableRows> {

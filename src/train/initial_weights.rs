@@ -156,7 +156,7 @@ impl InitialWeights {
                     report.matched += 1;
                     taken.insert(name.clone(), source);
                 }
-                Some(shape) if auto && is_resizable(name) && shape[1..] == spec.shape[1..] => {
+                Some(shape) if auto && is_resizable(name) && has_rows_of(&shape, &spec.shape) => {
                     report.resized.push(format!(
                         "{name}: {} of {}",
                         counted(shape[0].min(spec.shape[0]) as u64, "row"),
@@ -254,6 +254,14 @@ impl InitialWeights {
             }
         }
         Ok(())
+    }
+}
+
+/// Whether a shape has rows, and they are as wide as those of the other.
+fn has_rows_of(shape: &[usize], other: &[usize]) -> bool {
+    match (shape, other) {
+        ([rows, width @ ..], [_, other_width @ ..]) => *rows > 0 && width == other_width,
+        _ => false,
     }
 }
 
@@ -365,6 +373,30 @@ mod tests {
         let values = |i: usize| store.weight_views()[i].flatten_all().unwrap().to_vec1::<f32>().unwrap();
         assert_eq!(values(0), [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 9.0, 9.0]);
         assert_eq!((values(1), values(2)), (vec![0.0, 1.0, 2.0, 3.0], vec![9.0; 4]));
+    }
+
+    /// A table of no dimension or without rows has nothing to take.
+    #[test]
+    fn a_table_without_rows_is_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("a.safetensors");
+        let error = |shape: &[usize], layout: &ParamLayout| {
+            let zeros = |shape: &[usize]| Tensor::zeros(shape, DType::F32, &Device::Cpu).unwrap();
+            let square = || zeros(&[2, 2]);
+            let all = [("wte.weight", zeros(shape)), ("body.weight", square()), ("head.weight", square())];
+            candle_core::safetensors::save(&HashMap::from(all), &path).unwrap();
+            InitialWeights::open(&path, layout, "head", InitHead::Auto).err().map(|error| error.to_string())
+        };
+        let layout = layout(4, 2);
+        for (shape, problem) in [
+            (&[][..], "`wte.weight` has shape [] there and [4, 2] here"),
+            (&[2][..], "`wte.weight` has shape [2] there and [4, 2] here"),
+            (&[0, 2][..], "`wte.weight` has shape [0, 2] there and [4, 2] here"),
+        ] {
+            let error = error(shape, &layout).unwrap();
+            assert!(error.contains(problem), "{error}");
+        }
+        assert_eq!(error(&[3, 2], &layout), None);
     }
 
     #[test]

@@ -7,9 +7,9 @@ use crate::base::{Backend, MemorySpace, MicroBatchSpec, Phase};
 use crate::graph::network::{LayerBlock, Network};
 use crate::job::{Interval, Job, OomAction, OptimizerKind, PruneStructure, Reductions};
 use crate::memory::probe;
-use crate::models::{self, LossOptions};
+use crate::models::{self, FEATURE_MAPS, LossOptions};
 use crate::optim;
-use crate::params::ParamRules;
+use crate::params::{ParamLayout, ParamRules};
 use crate::planner::budget::TargetMachine;
 use crate::planner::cost_model::{CostModel, recompute_ranks};
 use crate::planner::estimate::{Estimator, EstimatorInputs, MemoryPredictor};
@@ -88,11 +88,12 @@ impl Setup {
         let prune = self.job.pruning()?;
         let sparsity = prune.sparsity(self.total_steps);
         let weights = self.layout.params.pruned_len() as u64;
+        let (params, stats) = exported_values(&self.layout);
         if let Some(reduced) = self.without_pruned_units() {
             let reductions = Reductions::of_job(&reduced);
             let layout = models::build_reduced(&reduced.model, self.features(), &reductions).ok()?.layout;
-            let removed = (self.layout.params.len - layout.params.len) as u64;
-            let all = (layout.params.len + layout.stats.len) as u64;
+            let (params_left, stats_left) = exported_values(&layout);
+            let (removed, all) = (params - params_left, params_left + stats_left);
             return Some(PrunedModel {
                 weights,
                 sparsity: removed as f64 / weights.max(1) as f64,
@@ -101,7 +102,7 @@ impl Setup {
                 units: Some(self.removed_units(prune.structure, sparsity)),
             });
         }
-        let all = (self.layout.params.len + self.layout.stats.len) as u64;
+        let all = params + stats;
         let compressed_bytes = optim::prune::compressed_bytes(weights, sparsity)
             + optim::prune::compressed_bytes(all - weights, 0.0);
         Some(PrunedModel { weights, sparsity, bytes: 4 * all, compressed_bytes, units: None })
@@ -361,6 +362,14 @@ impl Setup {
     pub fn allows(&self, rung: OomAction) -> bool {
         self.job.memory.on_oom.contains(&rung)
     }
+}
+
+/// Parameters and statistics of an export, as numbers of values: the maps to a teacher's features and the ranges of
+/// activations are no part of it.
+fn exported_values(layout: &ParamLayout) -> (u64, u64) {
+    let params = layout.params.iter().filter(|(spec, _)| !spec.name.starts_with(FEATURE_MAPS));
+    let stats = layout.stats.iter().filter(|(spec, _)| !spec.is_activation_range());
+    (params.map(|(_, range)| range.len() as u64).sum(), stats.map(|(_, range)| range.len() as u64).sum())
 }
 
 /// FLOPs of a block's forward pass.

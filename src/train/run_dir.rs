@@ -1,7 +1,7 @@
 //! The directory of a run: where it is and what it contains.
 
 use std::fs;
-use std::io::{Read, Seek, SeekFrom};
+use std::io::{self, BufWriter, Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 
 use super::Failure;
@@ -197,11 +197,19 @@ impl RunDir {
 
 /// Writes a file completely or not at all: temporary file, sync, rename.
 pub fn write_atomic(path: &Path, bytes: &[u8]) -> Result<(), Failure> {
+    write_atomic_with(path, |out| out.write_all(bytes))
+}
+
+/// The same, with content that is never in memory as a whole.
+pub fn write_atomic_with(
+    path: &Path,
+    write: impl FnOnce(&mut dyn Write) -> io::Result<()>,
+) -> Result<(), Failure> {
     let temporary = path.with_extension("tmp");
     let put = || {
-        let mut file = fs::File::create(&temporary)?;
-        std::io::Write::write_all(&mut file, bytes)?;
-        file.sync_all()?;
+        let mut out = BufWriter::new(fs::File::create(&temporary)?);
+        write(&mut out)?;
+        out.into_inner()?.sync_all()?;
         fs::rename(&temporary, path)
     };
     put().map_err(Failure::io("write", path))

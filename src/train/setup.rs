@@ -326,7 +326,7 @@ impl Setup {
 
     /// Bytes of the files that every checkpoint has besides its tensors and its state.
     pub(super) fn attached_bytes(&self) -> u64 {
-        self.tokenizer_bytes + self.preprocessing.to_json().len() as u64
+        self.tokenizer_bytes + self.preprocessing.file_bytes()
     }
 
     pub fn num_parameters(&self) -> u64 {
@@ -391,11 +391,11 @@ fn loss_options(
     let train = &job.train;
     let target = &dataset.features().target;
     let names = target.names();
+    let class_counts = || dataset.class_counts().or_else(|| dataset.table_schema()?.class_counts(names));
     let class_weights = match &train.class_weights {
         None => None,
         Some(ClassWeightsConfig::Named(ClassWeightsRule::Balanced)) => {
-            let counts = dataset.class_counts().or_else(|| dataset.table_schema()?.class_counts(names));
-            let counts = counts.ok_or(ModelError::NoClassCounts)?;
+            let counts = class_counts().ok_or(ModelError::NoClassCounts)?;
             let all: u64 = counts.iter().sum();
             // A class without samples has no weight to give.
             let weight = |count: &u64| match target {
@@ -411,7 +411,18 @@ fn loss_options(
                 let classes = names.join(", ");
                 return Err(ModelError::ClassWeight { name: name.clone(), classes });
             }
-            Some(names.iter().map(|name| weights.get(name).copied().unwrap_or(1.0) as f32).collect())
+            let weights: Vec<f32> =
+                names.iter().map(|name| weights.get(name).copied().unwrap_or(1.0) as f32).collect();
+            let counts = class_counts();
+            let has_samples = |class: usize| counts.as_ref().is_none_or(|counts| counts[class] > 0);
+            // Those of several labels weigh their presence only.
+            let is_one = matches!(target, TargetSpec::Class { .. });
+            if is_one
+                && !weights.iter().enumerate().any(|(class, weight)| *weight > 0.0 && has_samples(class))
+            {
+                return Err(ModelError::NoClassWeight);
+            }
+            Some(weights)
         }
     };
     let TrainConfig { loss: kind, huber_delta, focal_gamma, label_smoothing, .. } = *train;

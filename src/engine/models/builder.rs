@@ -33,6 +33,8 @@ pub enum ModelError {
     Loss { loss: &'static str, needs: &'static str, got: String },
     #[error("`train.class_weights` names `{name}`, which is no class; the classes are {classes}")]
     ClassWeight { name: String, classes: String },
+    #[error("`train.class_weights` is 0 for every class of the training set: there is nothing to learn from")]
+    NoClassWeight,
     #[error(
         "`train.class_weights = \"balanced\"` needs the samples per class, and this data does not count them"
     )]

@@ -50,10 +50,12 @@ impl BlockGrid {
         block.minimum + block.scale * self.code(value, block)
     }
 
-    /// The scale with the least squared error of `values`, each weighted, among a few.
+    /// The scale with the least squared error of `values`, each weighted, among a few. It is infinite if f16 holds none
+    /// of them.
     pub fn choose(self, values: &[f64], weights: &[f64]) -> BlockScale {
         let stored = |value: f64| if self.half { f16::from_f64(value).to_f32() } else { value as f32 };
         let mut best = (f64::INFINITY, BlockScale { scale: 1.0, minimum: 0.0 });
+        let mut overflows = true;
         let (low, high) = values.iter().fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), value| {
             (low.min(*value), high.max(*value))
         });
@@ -74,6 +76,7 @@ impl BlockGrid {
             if !(block.scale.is_finite() && block.minimum.is_finite()) {
                 continue;
             }
+            overflows = false;
             let error = values.iter().zip(weights).map(|(value, weight)| {
                 weight * (f64::from(self.rounded(*value as f32, block)) - value).powi(2)
             });
@@ -82,7 +85,10 @@ impl BlockGrid {
                 best = (error, block);
             }
         }
-        best.1
+        match overflows && values.iter().all(|value| value.is_finite()) {
+            true => BlockScale { scale: f32::INFINITY, minimum: 0.0 },
+            false => best.1,
+        }
     }
 }
 
@@ -111,6 +117,18 @@ mod tests {
             // A block of zeros has a scale.
             let zeros = grid.choose(&vec![0.0; grid.block], &vec![1.0; grid.block]);
             assert_eq!(grid.rounded(0.0, zeros), 0.0);
+        }
+    }
+
+    #[test]
+    fn values_beyond_all_scales_have_an_infinite_one() {
+        let q4_1 = BlockGrid { block: 32, low: 0.0, high: 15.0, has_minimum: true, half: true };
+        let q4_0 = BlockGrid { low: -8.0, high: 7.0, has_minimum: false, ..q4_1 };
+        for grid in [q4_0, q4_1] {
+            assert!(grid.choose(&[0.5, -1e10], &[1.0; 2]).scale.is_infinite());
+            assert!(grid.choose(&[0.5, -1e4], &[1.0; 2]).scale.is_finite());
+            // Not a matter of f16.
+            assert_eq!(grid.choose(&[0.5, f64::NAN], &[1.0; 2]).scale, 1.0);
         }
     }
 

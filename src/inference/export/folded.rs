@@ -27,8 +27,8 @@ use crate::layers::group_norm::GroupNorm;
 use crate::layers::linear::Linear;
 use crate::layers::max_pool::MaxPool;
 use crate::params::{ParamId, ParamLayout, StatId, TensorSpec};
-use crate::quantization::AffineQuantization;
 use crate::quantization::points::{INPUT, QuantizationPoint};
+use crate::quantization::{AffineQuantization, QuantizedLayer};
 
 /// What an operator computes.
 pub(super) enum Op<'a> {
@@ -113,6 +113,24 @@ impl FoldedWeights<'_> {
             }
         }
         Ok((weight, bias))
+    }
+
+    /// The weight, in the parameter's shape, and the bias as integers, for inputs of this scale.
+    pub(super) fn quantize(
+        &self,
+        files: &WeightFiles,
+        input_scale: f32,
+    ) -> Result<QuantizedLayer, ExportError> {
+        let (weight, bias) = self.read(files)?;
+        let layer = QuantizedLayer::new(&weight, &bias, input_scale);
+        let overflows = layer.bias_scales.iter().position(|scale| !scale.is_finite());
+        match overflows {
+            None => Ok(layer),
+            Some(at) => {
+                let (tensor, value) = (self.bias_name(), bias[at]);
+                Err(ExportError::Overflow { tensor, value, dtype: "int8" })
+            }
+        }
     }
 }
 

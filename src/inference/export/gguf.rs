@@ -9,11 +9,11 @@ mod vocabulary;
 use std::fs::File;
 use std::path::{Path, PathBuf};
 
+use candle_core::Device;
+use candle_core::quantized::GgmlDType;
 use candle_core::quantized::gguf_file::Content;
-use candle_core::quantized::{GgmlDType, QTensor};
-use candle_core::{Device, Tensor};
 
-pub(super) use self::blocks::grid;
+pub(super) use self::blocks::{grid, quantize};
 pub use self::quantization::Quantization;
 
 use self::container::{GgufWriter, MetadataValue, TensorEntry};
@@ -21,7 +21,7 @@ use self::quantization::TypeRule;
 use super::block_sizes::BlockSizes;
 use super::error::ExportError;
 use super::folder::ExportFolder;
-use super::weights::{TensorMapping, Transform, WeightFiles, check_f16};
+use super::weights::{TensorMapping, Transform, WeightFiles};
 use super::{ExportFormat, ExportOptions, ExportProgress, ExportSource, norm_eps};
 use crate::base::features::InputSpec;
 use crate::base::regular_file;
@@ -60,17 +60,12 @@ pub(super) fn write(
     let weights = WeightFiles::open(source.weights, source.statistics)?;
     for (mapping, entry) in mappings.iter().zip(&entries) {
         let values = mapping.read(&weights)?;
-        if entry.dtype == GgmlDType::F16 {
-            check_f16(&mapping.param, &values)?;
-        }
         match (source.scales(&mapping.param), grid(entry.dtype)) {
             (Some(scales), Some(grid)) => {
                 writer.tensor(entry, &blocks::encode(&values, &mapping.reorder_outputs(scales), grid))?;
             }
             _ => {
-                let tensor = Tensor::from_vec(values, entry.shape.as_slice(), &Device::Cpu)?;
-                let blocks = QTensor::quantize(&tensor, entry.dtype)?;
-                drop(tensor);
+                let blocks = quantize(&mapping.param, values, &entry.shape, entry.dtype)?;
                 writer.tensor(entry, &blocks.data()?)?;
             }
         }

@@ -9,8 +9,8 @@ use std::any::Any;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use candle_core::quantized::{GgmlDType, QTensor};
-use candle_core::{Device, Tensor};
+use candle_core::Device;
+use candle_core::quantized::GgmlDType;
 
 use super::safetensors_file::TensorHeader;
 use super::weights::{TensorMapping, WeightDtype, WeightFiles};
@@ -171,11 +171,11 @@ impl TensorFormat {
     }
 
     /// Values as the export rounds them.
-    fn nearest(self, values: Vec<f32>, shape: &[usize]) -> Result<Vec<f32>, ExportError> {
+    fn nearest(self, mapping: &TensorMapping, values: Vec<f32>) -> Result<Vec<f32>, ExportError> {
         Ok(match self {
             Self::Float => values,
             Self::Ggml(dtype) => {
-                let blocks = QTensor::quantize(&Tensor::from_vec(values, shape, &Device::Cpu)?, dtype)?;
+                let blocks = gguf::quantize(&mapping.param, values, &mapping.shape, dtype)?;
                 host::to_vec(&blocks.dequantize(&Device::Cpu)?)?
             }
             Self::Blocks(layout, bits) => {
@@ -283,7 +283,7 @@ fn round_others(
     for (mapping, format) in mappings.iter().zip(formats) {
         let found = params.in_declaration_order().position(|(spec, _)| spec.name == mapping.param);
         let Some(index) = found.filter(|index| !by_gptq(*index)) else { continue };
-        let values = mapping.restore(format.nearest(mapping.read(&files)?, &mapping.shape)?);
+        let values = mapping.restore(format.nearest(mapping, mapping.read(&files)?)?);
         host::write::<f32, _>(&session.store().weight_views()[index], |into| into.copy_from_slice(&values))?;
     }
     Ok(())
@@ -301,7 +301,13 @@ fn round_weight(
     let transposed = spec.usage == TensorUse::TransposedWeight;
     let by_output = if transposed { view.t()?.contiguous()? } else { view.clone() };
     let mut values = host::to_vec::<f32>(&by_output)?;
+    let largest =
+        values.iter().fold(0f32, |most, value| if value.abs() > most.abs() { *value } else { most });
     let scales = gptq::round(&mut values, factor, grid);
+    if scales.iter().any(|block| block.scale.is_infinite()) {
+        let tensor = spec.name.clone();
+        return Err(ExportError::Overflow { tensor, value: largest, dtype: "the f16 scale of its block" });
+    }
     let (outputs, inputs) = sizes(spec);
     host::write::<f32, _>(view, |into| match transposed {
         false => into.copy_from_slice(&values),

@@ -13,7 +13,7 @@ use crate::events::{Reporter, Summary};
 use crate::graph::network::StepError;
 use crate::job::Job;
 use crate::kernels::update::cast_into;
-use crate::memory::measure;
+use crate::memory::{measure, pressure};
 use crate::planner::estimate::FACTORIZATION;
 use crate::planner::plan::{MemoryPlan, PlanVerdict};
 use crate::train::Failure;
@@ -193,9 +193,11 @@ pub(super) fn write_run_files(folder: &RunDir, setup: &Setup, plan: &MemoryPlan)
             run_dir::write_atomic(&folder.root.join(name), &text)?;
         }
     }
-    run_dir::write_atomic(&folder.preprocessing(), &setup.preprocessing.to_json())?;
-    let text = serde_json::to_vec_pretty(plan).map_err(std::io::Error::from);
-    run_dir::write_atomic(&folder.plan(), &text.map_err(Failure::io("write", folder.plan()))?)
+    run_dir::write_atomic_with(&folder.preprocessing(), |out| setup.preprocessing.write(out))?;
+    run_dir::write_atomic_with(&folder.plan(), |out| Ok(serde_json::to_writer_pretty(out, plan)?))?;
+    // A vocabulary as JSON is many small blocks, between which training would not find room.
+    pressure::trim_malloc();
+    Ok(())
 }
 
 pub(super) fn report_start(

@@ -102,6 +102,12 @@ pub(super) fn file_type(dtype: WeightDtype) -> u32 {
     }
 }
 
+/// The name of a type of blocks, as `--quantize` has it.
+pub(super) fn block_name(dtype: GgmlDType) -> &'static str {
+    let found = Quantization::ALL.iter().find(|quantization| quantization.base() == dtype);
+    found.map_or("its block", |quantization| quantization.name())
+}
+
 /// Chooses the types of a file's tensors.
 pub(super) struct TypeRule {
     quantization: Option<Quantization>,

@@ -8,7 +8,6 @@ use super::file::{Initializer, scale_name};
 use super::graph::GraphBuilder;
 use super::layers::{conv_attributes, window};
 use super::proto::{Attribute, FLOAT, INT8, INT32};
-use crate::quantization::{quantize_bias, quantize_rows};
 
 /// A tensor of quantized weights.
 pub(super) struct QuantizedWeight {
@@ -138,17 +137,13 @@ impl QuantizedWeight {
         let (Op::Conv(_, weights) | Op::Linear(weights)) = &network.operators[self.operator].op else {
             return Ok(Vec::new());
         };
-        let (weight, bias) = weights.read(files)?;
-        let (quantized, scales) = quantize_rows(&weight, weights.outputs());
-        let bias_scales = || -> Vec<f32> { scales.iter().map(|scale| scale * self.input_scale).collect() };
+        let layer = weights.quantize(files, self.input_scale)?;
         let bytes = |values: &[f32]| values.iter().flat_map(|value| value.to_le_bytes()).collect();
         Ok(match self.part {
-            WeightPart::Weight => quantized.iter().map(|value| *value as u8).collect(),
-            WeightPart::WeightScale => bytes(&scales),
-            WeightPart::Bias => {
-                quantize_bias(&bias, &bias_scales()).iter().flat_map(|value| value.to_le_bytes()).collect()
-            }
-            WeightPart::BiasScale => bytes(&bias_scales()),
+            WeightPart::Weight => layer.weight.iter().map(|value| *value as u8).collect(),
+            WeightPart::WeightScale => bytes(&layer.weight_scales),
+            WeightPart::Bias => layer.bias.iter().flat_map(|value| value.to_le_bytes()).collect(),
+            WeightPart::BiasScale => bytes(&layer.bias_scales),
         })
     }
 }

@@ -15,7 +15,7 @@ use crate::kernels::im2col::ConvGeometry;
 use crate::kernels::pool::PoolGeometry;
 use crate::kernels::{Activation, ClampActivation};
 use crate::layers::group_norm;
-use crate::quantization::{AffineQuantization, quantize_bias, quantize_rows};
+use crate::quantization::AffineQuantization;
 
 /// A padding of the runtime.
 const SAME: i8 = 0;
@@ -511,36 +511,33 @@ impl TensorValues {
         };
         let op = &network.operators[at].op;
         let (Op::Conv(_, weights) | Op::Linear(weights)) = op else { return Ok(None) };
-        let (weight, bias) = weights.read(files)?;
         let mapping = TensorMapping::new("", weights.weight, weight_transform(op));
-        Ok(match (self, input_scale) {
-            (Self::Bias(..), None) => floats(bias),
-            (_, None) => floats(mapping.apply(weight)),
-            (_, Some(input_scale)) => {
-                let (quantized, scales) = quantize_rows(&weight, weights.outputs());
-                let zero_points = vec![0; scales.len()];
-                Some(match self {
-                    Self::Bias(..) => {
-                        let scales: Vec<f32> = scales.iter().map(|scale| scale * input_scale).collect();
-                        let bytes =
-                            quantize_bias(&bias, &scales).iter().flat_map(|v| v.to_le_bytes()).collect();
-                        Encoded {
-                            bytes,
-                            quantization: Some(TensorQuantization { scales, zero_points, dimension: 0 }),
-                        }
-                    }
-                    _ => {
-                        let floats = quantized.iter().map(|value| f32::from(*value)).collect();
-                        let bytes = mapping.apply(floats).iter().map(|value| *value as i8 as u8).collect();
-                        // A depthwise weight has its outputs last.
-                        let dimension = if mapping.transform == DEPTHWISE { 3 } else { 0 };
-                        Encoded {
-                            bytes,
-                            quantization: Some(TensorQuantization { scales, zero_points, dimension }),
-                        }
-                    }
-                })
+        let Some(input_scale) = input_scale else {
+            let (weight, bias) = weights.read(files)?;
+            return Ok(floats(match self {
+                Self::Bias(..) => bias,
+                _ => mapping.apply(weight),
+            }));
+        };
+        let layer = weights.quantize(files, input_scale)?;
+        let quantization = |scales: Vec<f32>, dimension: i32| {
+            let zero_points = vec![0; scales.len()];
+            Some(TensorQuantization { scales, zero_points, dimension })
+        };
+        Ok(Some(match self {
+            Self::Bias(..) => Encoded {
+                bytes: layer.bias.iter().flat_map(|value| value.to_le_bytes()).collect(),
+                quantization: quantization(layer.bias_scales, 0),
+            },
+            _ => {
+                let floats = layer.weight.iter().map(|value| f32::from(*value)).collect();
+                // A depthwise weight has its outputs last.
+                let dimension = if mapping.transform == DEPTHWISE { 3 } else { 0 };
+                Encoded {
+                    bytes: mapping.apply(floats).iter().map(|value| *value as i8 as u8).collect(),
+                    quantization: quantization(layer.weight_scales, dimension),
+                }
             }
-        })
+        }))
     }
 }
