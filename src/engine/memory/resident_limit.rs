@@ -21,11 +21,12 @@ const STEP_CODE_MARGIN_BYTES: (u64, u64) = (1 << 20, 5 << 19);
 
 /// The same in a plan of less than this: steps are short, and on a loaded machine checks come late.
 const SMALL_PLAN_BYTES: u64 = 64 << 20;
-const SMALL_PLAN_CODE_MARGIN_BYTES: (u64, u64) = (2 << 20, 7 << 19);
+const SMALL_PLAN_CODE_MARGIN_BYTES: (u64, u64) = (3 << 20, 9 << 19);
 
-/// The same where other code begins than that of steps, such as an evaluation or an event: more than 5 MiB of it within a
-/// fifth of a millisecond.
-const OTHER_CODE_MARGIN_BYTES: (u64, u64) = (6 << 20, 7 << 20);
+/// Both where other code begins than that of steps, such as an evaluation or an event: some MiB of it within a fifth of a
+/// millisecond.
+const OTHER_CODE_MARGIN_BYTES: (u64, u64) = (4 << 20, 5 << 20);
+const SMALL_PLAN_OTHER_CODE_MARGIN_BYTES: (u64, u64) = (6 << 20, 7 << 20);
 
 /// Fragments are trimmed when less than this part of the plan is left, but not less than the first and not more than
 /// the second number of bytes: a larger job leaves larger fragments between two checks.
@@ -104,7 +105,7 @@ pub fn limit_code_now() {
         && let Some(state) = lock().as_mut()
     {
         state.interval = CHECK_INTERVALS.0;
-        state.limit_code(OTHER_CODE_MARGIN_BYTES);
+        state.limit_code(OTHER_CODE_MARGIN_BYTES, SMALL_PLAN_OTHER_CODE_MARGIN_BYTES);
     }
 }
 
@@ -135,14 +136,12 @@ impl LimitState {
     }
 
     fn limit_code_of_steps(&mut self) {
-        self.limit_code(match self.planned() < SMALL_PLAN_BYTES {
-            true => SMALL_PLAN_CODE_MARGIN_BYTES,
-            false => STEP_CODE_MARGIN_BYTES,
-        });
+        self.limit_code(STEP_CODE_MARGIN_BYTES, SMALL_PLAN_CODE_MARGIN_BYTES);
     }
 
-    /// Leaves this margin.
-    fn limit_code(&mut self, (least, wanted): (u64, u64)) {
+    /// Leaves this margin, or that of small plans.
+    fn limit_code(&mut self, margin: (u64, u64), margin_if_small: (u64, u64)) {
+        let (least, wanted) = if self.planned() < SMALL_PLAN_BYTES { margin_if_small } else { margin };
         let file_rss = || read_statm(&self.statm).1;
         let resident = file_rss();
         if resident + least > self.limit.max_file_rss {
