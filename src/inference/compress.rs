@@ -18,6 +18,7 @@ use super::export::{
 };
 use super::session::SessionOptions;
 use super::trained_model::TrainedModel;
+use crate::base::byte_count::ByteCount;
 use crate::data::Dataset;
 use crate::job::{LowRankConfig, Ranks, Reductions, SizeRatio};
 use crate::kernels::low_rank;
@@ -259,7 +260,8 @@ fn sizes(files: &[PathBuf]) -> Result<(u64, u64), ExportError> {
     let mut sizes = (0, 0);
     for path in files {
         let read = |path: &Path| -> io::Result<(u64, u64)> {
-            let mut encoder = flate2::write::GzEncoder::new(ByteCount(0), flate2::Compression::default());
+            let mut encoder =
+                flate2::write::GzEncoder::new(ByteCount::default(), flate2::Compression::default());
             let bytes = io::copy(&mut File::open(path)?, &mut encoder)?;
             Ok((bytes, encoder.finish()?.0))
         };
@@ -267,20 +269,6 @@ fn sizes(files: &[PathBuf]) -> Result<(u64, u64), ExportError> {
         sizes = (sizes.0 + bytes, sizes.1 + gzipped);
     }
     Ok(sizes)
-}
-
-/// Counts what is written to it.
-struct ByteCount(u64);
-
-impl io::Write for ByteCount {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        self.0 += bytes.len() as u64;
-        Ok(bytes.len())
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        Ok(())
-    }
 }
 
 /// The variant that loses least among those that are small and good enough; of equal ones the smallest.
