@@ -7,6 +7,6 @@ static ALLOCATOR: trainer::memory::measure::CountingAllocator = trainer::memory:
 fn main() -> std::process::ExitCode {
     trainer::memory::measure::tune_malloc();
     trainer::train::signals::ignore_sigxfsz();
-    trainer::memory::resident_limit::disable_huge_code_pages();
+    trainer::memory::code_pages::divide();
     trainer::cli::run(std::env::args_os()).into()
 }

@@ -39,6 +39,20 @@ fn is_pruned(name: &str) -> bool {
     name.ends_with("weight") && !name.contains("norm") && !name.contains("ln")
 }
 
+/// A run does not end before its model is as small as the job says, however good or bad it is.
+#[test]
+fn a_run_is_not_stopped_before_its_last_selection() {
+    for stop in ["patience = 1\nmin_delta = 1000.0", "target = 1000.0"] {
+        let stopped = format!("{}[eval]\nevery_steps = 1\n[stop]\n{stop}\n", job(MLP, "", POLYNOMIAL));
+        let folder = job_folder(stopped);
+        trainer(folder.path(), &["fit", "job.toml", "--run-dir", "run", "-q"]).expect(0);
+        let finished = last(&events(&folder.path().join("run")), "finished").clone();
+        // The first evaluation of the pruned model is an improvement, the second is not.
+        let expected = if stop.starts_with("target") { 9 } else { 10 };
+        assert_eq!(finished["steps"].as_u64(), Some(expected), "{finished}");
+    }
+}
+
 /// Weights, their moving average and what is exported have the sparsity that the run reports; nothing else is zero.
 #[test]
 fn weights_become_as_sparse_as_the_job_says() {

@@ -313,9 +313,20 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> Exit {
     result.unwrap_or_else(|error| exit::report_error(&error, common, resume()))
 }
 
+/// More than machines have cores: each thread takes a stack and its part of every buffer.
+const MAX_COMPUTE_THREADS: usize = 4096;
+
 /// Starts the compute thread pool before anything uses it: a system that refuses a thread is then an error, not a
 /// panic.
 pub fn start_threads() -> Result<(), CliError> {
+    let stated = std::env::var("RAYON_NUM_THREADS").ok().and_then(|text| text.parse::<usize>().ok());
+    if let Some(threads) = stated.filter(|threads| *threads > MAX_COMPUTE_THREADS) {
+        return Err(CliError {
+            exit: Exit::Usage,
+            message: format!("RAYON_NUM_THREADS is {threads}, expected at most {MAX_COMPUTE_THREADS}"),
+            hint: None,
+        });
+    }
     match rayon::ThreadPoolBuilder::new().build_global() {
         // An error without a cause means that the pool is already running.
         Err(error) => match std::error::Error::source(&error) {

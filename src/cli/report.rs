@@ -12,7 +12,7 @@ use crate::history::{RecordedState, RunHistory};
 use crate::inference::generate::job_prompts::GeneratedTexts;
 use crate::inference::trained_model::{CheckpointChoice, TrainedModel};
 use crate::job::{EvalConfig, Job};
-use crate::memory::resident_limit;
+use crate::memory::code_pages;
 use crate::report::{html, text};
 use crate::train::Failure;
 
@@ -77,7 +77,7 @@ pub(super) fn generate_texts(
     common: &CommonArgs,
 ) -> anyhow::Result<GeneratedTexts> {
     // What ran before is not needed while a tokenizer is compiled, which takes more memory than most of what follows.
-    resident_limit::drop_code();
+    code_pages::drop_all();
     let model = TrainedModel::open(run, CheckpointChoice::Best, &[])?;
     start_threads()?;
     let options = session_options(common, &model, MAX_SEQUENCES)?;

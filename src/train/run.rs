@@ -93,6 +93,8 @@ pub fn run_plan(
     startup::report_start(&mut report, setup, &options, &folder, &plan)?;
     let graphs = startup::prepare_gpu(&mut report, setup, &options, &plan, &newest)?;
     measure::set_planned_peak(plan.peak.ram_bytes.saturating_sub(setup.process.non_heap));
+    // What the data took while it was prepared is no part of an update.
+    measure::take_recent_peak();
     // From here on a signal has something to finish.
     options.signals.begin();
     let mut step = 0;

@@ -126,6 +126,12 @@ impl Job {
         self.prune.as_ref().filter(|prune| prune.is_active())
     }
 
+    /// Whether the model after this many updates is as sparse as it will be, and rounded if it is trained for that.
+    pub fn is_reduced_after(&self, step: u64) -> bool {
+        self.pruning().is_none_or(|prune| step >= prune.last_step())
+            && self.quantize.as_ref().is_none_or(|config| !config.training || config.rounds_after(step))
+    }
+
     /// The resolved job as TOML: itself a valid job, equal to this one in any folder.
     pub fn to_toml(&self) -> String {
         toml::to_string(self).expect("a job holds only what TOML can: i64 integers, string keys")

@@ -5,7 +5,9 @@ use serde::{Deserialize, Serialize};
 
 use super::progress::BestMetric;
 
-/// Ends a run early. Decided after each evaluation, and by the clock; exact across resumes.
+/// Ends a run early. Decided after each evaluation, and by the clock; exact across resumes. `patience` and `target` go
+/// by evaluations of the model that `prune` and `quantize.training` ask for: those before the last selection of `prune`,
+/// or before values are rounded, do not count.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct StopConfig {

@@ -2,6 +2,7 @@
 //! count.
 
 pub mod alloc_failure;
+pub mod code_pages;
 pub mod device;
 pub mod device_heap;
 pub mod gpu;

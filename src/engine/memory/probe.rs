@@ -96,12 +96,12 @@ impl HostInfo {
 
     /// Bytes this process can use in total: what is left plus what it already holds, since a plan counts the whole
     /// process, minus what the limit counts and a plan does not. A cgroup counts page tables, a five-hundredth of the
-    /// memory they map, and the kernel memory of each thread; `RLIMIT_AS` counts whole stacks of 2 MiB each.
+    /// memory they map, and the kernel memory of each thread and mapping; `RLIMIT_AS` counts whole stacks of 2 MiB each.
     pub fn process_budget(&self) -> u64 {
         let (left, limit) = self.binding_limit();
         let uncounted = match limit {
             MemoryLimit::Available => 0,
-            MemoryLimit::Cgroup => MIB + self.process_limit() / 256,
+            MemoryLimit::Cgroup => 2 * MIB + self.process_limit() / 256,
             MemoryLimit::AddressSpace => 8 * MIB + 4 * MIB * self.cores as u64,
         };
         left.saturating_add(self.resident.unwrap_or(0)).saturating_sub(uncounted).min(self.process_limit())

@@ -8,11 +8,12 @@
 
 use super::page_pool::PAGE;
 use super::resident_limit::{self, ResidentLimit};
-use super::{measure, pressure};
+use super::{code_pages, measure, pressure};
 use crate::base::proc_status::{exact_resident, proc_status};
 
-/// Fraction of the program's code, in 64ths, that may be resident: what training, evaluation and checkpoints run.
-const RESIDENT_CODE_64THS: u64 = if cfg!(debug_assertions) { 26 } else { 27 };
+/// How much code and constants of the program may be resident: little less than training, evaluation and checkpoints
+/// touch.
+const MAX_CODE_BYTES: u64 = if cfg!(debug_assertions) { 8 << 20 } else { 19 << 19 };
 
 /// Stack and thread-local memory that a thread touches: one that computes, besides the buffers of kernels, and one that
 /// loads data, which decodes images.
@@ -77,7 +78,8 @@ impl ProcessMemory {
         pressure::release_to_os();
         let cpus = std::thread::available_parallelism().map_or(1, |cpus| cpus.get() as u64);
         let preparation_peak = (measure::resident_peak() + rss_lag(cpus)).next_multiple_of(GRANULARITY);
-        let code = resident_limit::drop_code() * RESIDENT_CODE_64THS / 64;
+        code_pages::drop_all();
+        let code = code_pages::total_bytes().min(MAX_CODE_BYTES);
         let Some(resident) = exact_resident() else { return Self::default() };
         let later = code + FRAGMENTATION_BYTES + stacks.bytes();
         let non_heap = (resident.saturating_sub(measure::live_bytes()) + later).next_multiple_of(GRANULARITY);

@@ -10,23 +10,19 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-#[cfg(target_os = "linux")]
-use rustix::mm::{Advice, madvise};
+use super::{code_pages, measure, pressure};
 
-use super::{measure, pressure};
-
-/// Code is dropped when less than the first number of bytes of its limit is left, until the second is left: more than a
-/// step maps between two checks.
-const STEP_CODE_MARGIN_BYTES: (u64, u64) = (1 << 20, 5 << 19);
-
-/// The same in a plan of less than this: steps are short, and on a loaded machine checks come late.
+/// Code is dropped when less than this is left of its limit: more than a step maps between two checks. The first
+/// number is for small plans: their steps are short, and on a loaded machine checks come late. Of a larger one it is a
+/// 64th, but not more than the second.
+const CODE_MARGIN_BYTES: (u64, u64) = (3 << 20, 4 << 20);
 const SMALL_PLAN_BYTES: u64 = 64 << 20;
-const SMALL_PLAN_CODE_MARGIN_BYTES: (u64, u64) = (3 << 20, 9 << 19);
 
-/// Both where other code begins than that of steps, such as an evaluation or an event: some MiB of it within a fifth of a
-/// millisecond.
-const OTHER_CODE_MARGIN_BYTES: (u64, u64) = (4 << 20, 5 << 20);
-const SMALL_PLAN_OTHER_CODE_MARGIN_BYTES: (u64, u64) = (6 << 20, 7 << 20);
+/// Added to it where other code begins than that of steps, such as an evaluation or an event.
+const OTHER_CODE_BYTES: u64 = 1 << 20;
+
+/// Dropped beyond that, so that the next check finds room.
+const DROPPED_BYTES: u64 = 1 << 20;
 
 /// Fragments are trimmed when less than this part of the plan is left, but not less than the first and not more than
 /// the second number of bytes: a larger job leaves larger fragments between two checks.
@@ -80,7 +76,7 @@ pub fn set(limit: ResidentLimit) {
 fn watch() {
     loop {
         let interval = lock().as_mut().map_or(WATCH_INTERVALS.1, |state| {
-            state.limit_code_of_steps();
+            state.limit_code(0);
             state.interval
         });
         std::thread::sleep(interval.clamp(WATCH_INTERVALS.0, WATCH_INTERVALS.1));
@@ -95,7 +91,7 @@ pub fn limit_code() {
         && let Some(state) = lock().as_mut()
         && Instant::now() >= state.next_check
     {
-        state.limit_code_of_steps();
+        state.limit_code(0);
     }
 }
 
@@ -105,7 +101,7 @@ pub fn limit_code_now() {
         && let Some(state) = lock().as_mut()
     {
         state.interval = CHECK_INTERVALS.0;
-        state.limit_code(OTHER_CODE_MARGIN_BYTES, SMALL_PLAN_OTHER_CODE_MARGIN_BYTES);
+        state.limit_code(OTHER_CODE_BYTES);
     }
 }
 
@@ -135,21 +131,22 @@ impl LimitState {
         }
     }
 
-    fn limit_code_of_steps(&mut self) {
-        self.limit_code(STEP_CODE_MARGIN_BYTES, SMALL_PLAN_CODE_MARGIN_BYTES);
-    }
-
-    /// Leaves this margin, or that of small plans.
-    fn limit_code(&mut self, margin: (u64, u64), margin_if_small: (u64, u64)) {
-        let (least, wanted) = if self.planned() < SMALL_PLAN_BYTES { margin_if_small } else { margin };
+    /// Leaves room for `other` bytes of code besides that of steps.
+    fn limit_code(&mut self, other: u64) {
+        let margin = code_margin(self.planned()) + other;
         let file_rss = || read_statm(&self.statm).1;
         let resident = file_rss();
-        if resident + least > self.limit.max_file_rss {
-            drop_code_until(|| file_rss() + wanted <= self.limit.max_file_rss);
+        if resident + margin > self.limit.max_file_rss {
+            code_pages::drop_until(|| file_rss() + margin + DROPPED_BYTES <= self.limit.max_file_rss);
         }
         self.interval = next_interval(self.interval, resident != self.last_file_rss);
         (self.last_file_rss, self.next_check) = (resident, Instant::now() + self.interval);
     }
+}
+
+/// What is to be left of the limit of code in a plan of this size.
+fn code_margin(planned: u64) -> u64 {
+    if planned < SMALL_PLAN_BYTES { CODE_MARGIN_BYTES.0 } else { (planned / 64).min(CODE_MARGIN_BYTES.1) }
 }
 
 /// The time until the next check: short if more code `was_mapped` since the last one, longer each time if not.
@@ -172,75 +169,6 @@ fn parse_statm(text: &str) -> (u64, u64) {
     (fields.next().unwrap_or(0), fields.next().unwrap_or(0))
 }
 
-/// Drops all resident code pages of this program. Returns the bytes of its code, resident or not; 0 if the system does
-/// not report them.
-pub fn drop_code() -> u64 {
-    drop_code_until(|| false)
-}
-
-/// Drops resident code pages of this program, chunk by chunk until `is_enough`, starting after the last chunk dropped.
-/// Returns the total bytes of code, resident or not; 0 if the system does not report them.
-fn drop_code_until(is_enough: impl Fn() -> bool) -> u64 {
-    #[cfg(target_os = "linux")]
-    {
-        use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
-        static NEXT_CHUNK: AtomicUsize = AtomicUsize::new(0);
-        const CHUNK_BYTES: usize = 1 << 20;
-        let maps = std::fs::read_to_string("/proc/self/maps").unwrap_or_default();
-        let own = std::fs::read_link("/proc/self/exe").unwrap_or_default();
-        let own = maps.lines().filter(|line| line.ends_with(&*own.to_string_lossy()));
-        let mappings = own.filter_map(parse_code_mapping).filter(|(.., executable)| *executable);
-        let chunks: Vec<(usize, usize)> = mappings
-            .flat_map(|(start, end, _)| {
-                (start..end).step_by(CHUNK_BYTES).map(move |at| (at, end.min(at + CHUNK_BYTES)))
-            })
-            .collect();
-        for _ in 0..chunks.len() {
-            let (start, end) = chunks[NEXT_CHUNK.fetch_add(1, Relaxed) % chunks.len()];
-            // SAFETY: as in `disable_huge_code_pages`.
-            let _ = unsafe { madvise(start as *mut _, end - start, Advice::LinuxDontNeed) };
-            if is_enough() {
-                break;
-            }
-        }
-        chunks.iter().map(|(start, end)| (end - start) as u64).sum()
-    }
-    #[cfg(not(target_os = "linux"))]
-    {
-        let _ = is_enough;
-        0
-    }
-}
-
-/// Makes the kernel map this program's code in small pages on demand. If the executable is in huge pages of the page
-/// cache, a first touch would otherwise map 2 MiB.
-pub fn disable_huge_code_pages() {
-    #[cfg(target_os = "linux")]
-    for line in std::fs::read_to_string("/proc/self/maps").unwrap_or_default().lines() {
-        let Some((start, end, executable)) = parse_code_mapping(line) else { continue };
-        // SAFETY: the advice changes no content. Read-execute mappings are backed by the file and fault in again when
-        // touched; pages that were written to, such as relocations, are in other mappings.
-        unsafe {
-            let _ = madvise(start as *mut _, end - start, Advice::LinuxNoHugepage);
-            if executable {
-                let _ = madvise(start as *mut _, end - start, Advice::LinuxDontNeed);
-            }
-        }
-    }
-}
-
-/// Start, end and whether it is executable, of a file mapping that is not writable, from a line of `/proc/self/maps`.
-#[cfg(target_os = "linux")]
-fn parse_code_mapping(line: &str) -> Option<(usize, usize, bool)> {
-    let mut fields = line.split_whitespace();
-    let (range, rights) = (fields.next()?, fields.next()?);
-    let file = fields.nth(3)?;
-    let (start, end) = range.split_once('-')?;
-    let address = |text| usize::from_str_radix(text, 16).ok();
-    let wanted = file.starts_with('/') && matches!(rights, "r--p" | "r-xp");
-    wanted.then_some((address(start)?, address(end)?, rights == "r-xp"))
-}
-
 #[cfg(all(test, target_os = "linux"))]
 mod tests {
     use super::*;
@@ -259,16 +187,5 @@ mod tests {
         assert_eq!(parse_statm(""), (0, 0));
         let (resident, file_rss) = read_statm(&File::open("/proc/self/statm").unwrap());
         assert!(resident > file_rss && file_rss > 1 << 20, "{resident} {file_rss}");
-    }
-
-    #[test]
-    fn code_mappings_are_distinguished_from_data_and_stack() {
-        let line = |rights: &str, file: &str| format!("55d0-55e0 {rights} 0001000 08:01 1234   {file}");
-        assert_eq!(parse_code_mapping(&line("r-xp", "/bin/x")), Some((0x55d0, 0x55e0, true)));
-        assert_eq!(parse_code_mapping(&line("r--p", "/bin/x")), Some((0x55d0, 0x55e0, false)));
-        assert_eq!(parse_code_mapping(&line("rw-p", "/bin/x")), None);
-        assert_eq!(parse_code_mapping(&line("rw-p", "[heap]")), None);
-        assert_eq!(parse_code_mapping("7f00-7f01 r-xp 0000 00:00 0"), None);
-        disable_huge_code_pages();
     }
 }

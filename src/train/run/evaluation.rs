@@ -96,7 +96,9 @@ impl Evaluation {
         })?;
         let watched = setup.job.stop.metric.unwrap_or(setup.job.checkpoint.best);
         let value = self.metrics.get(&watched.name()).copied().unwrap_or(f64::NAN);
-        self.stop.count(value, watched, &setup.job.stop);
+        if setup.job.is_reduced_after(step) {
+            self.stop.count(value, watched, &setup.job.stop);
+        }
         let rank = setup.job.checkpoint.best;
         let value = self.metrics.get(&rank.name()).copied().unwrap_or(f64::NAN);
         // The weights of before the last selection, or in floats, are not what the job states, however good they are.
