@@ -54,6 +54,13 @@ pub fn lines(report: &VerifyReport, display: DisplayOptions) -> Vec<String> {
         t.gradients,
         t.weights
     ));
+    let wider = |variant: &&VariantResult| !variant.exact && variant.tolerance != report.tolerance;
+    lines.extend(report.variants.iter().filter(wider).map(|VariantResult { name, tolerance: t, .. }| {
+        format!(
+            "tolerance of `{name}`: losses {:.0e}, gradients {:.0e}, weights {:.0e}, as this job amplifies rounding",
+            t.losses, t.gradients, t.weights
+        )
+    }));
     lines
 }
 
@@ -70,12 +77,11 @@ fn describe_differences(variant: &VariantResult, report: &VerifyReport) -> Strin
             variant.samples_digest, report.samples_digest
         );
     }
-    let t = &report.tolerance;
-    let limit = |tolerance: f64| if variant.exact { 0.0 } else { tolerance };
+    let limits = &variant.tolerance;
     let kinds = [
-        ("weights", &variant.weights, limit(t.weights)),
-        ("gradients", &variant.gradients, limit(t.gradients)),
-        ("losses", &variant.losses, limit(t.losses)),
+        ("weights", &variant.weights, limits.weights),
+        ("gradients", &variant.gradients, limits.gradients),
+        ("losses", &variant.losses, limits.losses),
     ];
     let describe = |(kind, max, limit): &(&str, &MaxDifference, f64)| {
         (max.difference > *limit).then(|| {
@@ -96,6 +102,8 @@ mod tests {
     use crate::planner::execution_plan::BatchSplit;
     use crate::train::verify::Tolerance;
 
+    const TOLERANCE: Tolerance = Tolerance { losses: 1e-5, gradients: 1e-3, weights: 1e-3 };
+
     fn report() -> VerifyReport {
         let max =
             |difference: f64| MaxDifference { difference, update: 2, parameter: Some("fc.weight".into()) };
@@ -108,6 +116,11 @@ mod tests {
             losses: MaxDifference::default(),
             gradients: max(difference),
             weights: MaxDifference::default(),
+            tolerance: if exact {
+                Tolerance { losses: 0.0, gradients: 0.0, weights: 0.0 }
+            } else {
+                TOLERANCE
+            },
             samples_digest: digest.into(),
             passed: digest == "00" && difference <= if exact { 0.0 } else { 1e-3 },
         };
@@ -118,7 +131,7 @@ mod tests {
             reference: BatchSplit { micro_batch: 8, accumulation_steps: 1 },
             losses: vec![1.0; 4],
             samples_digest: "00".into(),
-            tolerance: Tolerance { losses: 1e-5, gradients: 1e-3, weights: 1e-3 },
+            tolerance: TOLERANCE,
             notes: Vec::new(),
             variants: vec![
                 variant("resumed", true, 0.0, "00"),

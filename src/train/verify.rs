@@ -62,14 +62,32 @@ impl Tolerance {
         }
     }
 
-    /// The looser of two.
+    /// The looser of two, for each kind of value.
     fn or_looser(self, other: Self) -> Self {
-        if other.losses > self.losses { other } else { self }
+        Self {
+            losses: self.losses.max(other.losses),
+            gradients: self.gradients.max(other.gradients),
+            weights: self.weights.max(other.weights),
+        }
+    }
+
+    /// Tolerance for other kernels in a job whose first update is moved this far by a change of the weights.
+    fn of_sensitivity(moved: &VariantResult) -> Self {
+        let times = |max: &MaxDifference| SENSITIVITY_FACTOR * max.difference;
+        Self {
+            losses: times(&moved.losses),
+            gradients: times(&moved.gradients),
+            weights: times(&moved.weights),
+        }
     }
 
     /// For variants that must be bitwise identical.
     const NONE: Self = Self { losses: 0.0, gradients: 0.0, weights: 0.0 };
 }
+
+/// Other kernels round every sum of a pass differently; a change of the weights by [`compare::WEIGHT_CHANGE`] is about as
+/// much. So they may differ this many times as far as it moves the first update.
+const SENSITIVITY_FACTOR: f64 = 4.0;
 
 /// The largest difference of a kind.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, JsonSchema)]
@@ -94,6 +112,8 @@ pub struct VariantResult {
     pub losses: MaxDifference,
     pub gradients: MaxDifference,
     pub weights: MaxDifference,
+    /// The most that each may be.
+    pub tolerance: Tolerance,
     /// Of the samples of all updates, in order.
     pub samples_digest: String,
     pub passed: bool,
@@ -149,6 +169,16 @@ enum VariantKind {
     Resumed,
     /// On the reference backend.
     Candle,
+    /// The first update, from weights that were changed a little.
+    Perturbed,
+}
+
+impl VariantKind {
+    /// Whether values are computed differently, so that every update moves the runs further apart: they are compared at
+    /// the first.
+    fn diverges(self) -> bool {
+        matches!(self, Self::Candle | Self::Perturbed)
+    }
 }
 
 /// Receives the progress of a verification.
@@ -199,16 +229,35 @@ fn verify_with(
     }
     let summary = recorder.summary();
     let loose = tolerance(&setup, settings.updates);
+    let mut of_candle = loose;
+    if variants.iter().any(|variant| variant.kind == VariantKind::Candle) {
+        let perturbed = RunVariant {
+            name: "perturbed".into(),
+            plan: plan.chosen,
+            exact: false,
+            kind: VariantKind::Perturbed,
+        };
+        let comparison = Arc::new(ComparisonObserver::new(recorder.clone(), loose, perturbed.kind));
+        let observer = reporting(comparison.clone(), &perturbed);
+        if !run_variant(&mut setup, &plan, &perturbed, settings, None, observer)? {
+            return Ok(None);
+        }
+        let moved = comparison.result(&perturbed, loose, &summary.digest);
+        of_candle = loose.or_looser(Tolerance::of_sensitivity(&moved));
+    }
     let mut results = Vec::new();
     for variant in variants {
-        let comparison =
-            Arc::new(ComparisonObserver::new(recorder.clone(), loose, variant.kind == VariantKind::Candle));
+        let comparison = Arc::new(ComparisonObserver::new(recorder.clone(), loose, variant.kind));
         let fault = (variant.kind == VariantKind::OutOfMemory).then_some(summary.request_in_second_update);
         let observer = wrap(&variant.name, reporting(comparison.clone(), &variant));
         if !run_variant(&mut setup, &plan, &variant, settings, fault, observer)? {
             return Ok(None);
         }
-        let tolerance = if variant.exact { Tolerance::NONE } else { loose };
+        let tolerance = match variant.kind {
+            _ if variant.exact => Tolerance::NONE,
+            VariantKind::Candle => of_candle,
+            _ => loose,
+        };
         let result = comparison.result(&variant, tolerance, &summary.digest);
         callback(VerifyEvent::VariantDone(&result));
         results.push(result);
@@ -318,7 +367,8 @@ fn run_variant(
     let dir = settings.folder.join("run");
     let half = (variant.kind == VariantKind::Resumed).then_some(settings.updates / 2);
     let mut completed = true;
-    for until in half.into_iter().chain([settings.updates]) {
+    let updates = if variant.kind == VariantKind::Perturbed { 1 } else { settings.updates };
+    for until in half.into_iter().chain([updates]) {
         let options = RunOptions {
             requested: RequestedRun { run_dir: Some(dir.clone()), resume: Some(None) },
             runs: settings.folder.clone(),
@@ -349,6 +399,10 @@ struct ReportingObserver {
 }
 
 impl Observer for ReportingObserver {
+    fn on_start(&self, store: &ParamStore) -> Result<(), Failure> {
+        self.inner.on_start(store)
+    }
+
     fn on_gradients(
         &self,
         step: u64,
@@ -432,8 +486,8 @@ mod tests {
         assert_eq!(splits.count(), 5);
     }
 
-    /// Perturbs one weight after the second update of the variant it observes.
-    struct PerturbingObserver(Arc<dyn Observer>);
+    /// Perturbs one weight after this update of the variant it observes.
+    struct PerturbingObserver(Arc<dyn Observer>, u64);
 
     impl Observer for PerturbingObserver {
         fn on_gradients(
@@ -449,7 +503,7 @@ mod tests {
 
         fn on_update(&self, step: u64, store: &ParamStore, digest: Digest) -> Result<(), Failure> {
             let bias = store.layout.params.iter().find(|(spec, _)| spec.name.ends_with("bias")).unwrap().1;
-            if step == 2 {
+            if step == self.1 {
                 cpu::with_slice_mut::<f32, _>(&store.master_weights, |all| all[bias.start] += 0.05)?;
             }
             self.0.on_update(step, store, digest)
@@ -458,16 +512,16 @@ mod tests {
 
     #[test]
     fn a_variant_that_goes_wrong_fails_alone_and_the_parameter_is_named() {
-        for wrong in ["4 x 3", "recomputed", "resumed"] {
+        for (wrong, step) in [("4 x 3", 2), ("recomputed", 2), ("resumed", 2), ("candle", 1)] {
             let report = verify_job(&move |name, watch| {
-                if name == wrong { Arc::new(PerturbingObserver(watch)) } else { watch }
+                if name == wrong { Arc::new(PerturbingObserver(watch, step)) } else { watch }
             });
             assert!(!report.passed);
             for variant in &report.variants {
                 assert_eq!(variant.passed, variant.name != wrong, "{variant:#?}");
             }
             let variant = report.variants.iter().find(|variant| variant.name == wrong).unwrap();
-            assert!(variant.weights.difference > 1e-3 && variant.weights.update == 2, "{variant:#?}");
+            assert!(variant.weights.difference > 1e-3 && variant.weights.update == step, "{variant:#?}");
             let named = variant.weights.parameter.as_deref().unwrap();
             assert!(named.ends_with("bias"), "{named}");
         }

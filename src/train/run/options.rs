@@ -54,6 +54,12 @@ pub struct RunOptions {
 
 /// Sees every update of a run: gives `verify` gradients and weights, which events do not carry.
 pub trait Observer: Send + Sync {
+    /// Called with the weights that a new run starts from, which it may change.
+    fn on_start(&self, store: &ParamStore) -> Result<(), Failure> {
+        let _ = store;
+        Ok(())
+    }
+
     /// Called when the gradients of update `step` (from 1) are complete and the weights have not moved. `loss` is the
     /// mean; the stored gradients times `factor` are the gradient of that mean; `requests` counts the ledger's
     /// reservations so far.

@@ -263,6 +263,9 @@ impl Run<'_> {
     pub(super) fn load(&mut self, newest: NewestCheckpoint) -> Result<(), Failure> {
         if newest.found.is_none() {
             self.load_initial_weights()?;
+            if let Some(observer) = &self.ctx.options.observer {
+                observer.on_start(&self.ctx.engine.store)?;
+            }
         }
         if self.ctx.options.requested.resume.is_some() { self.resume(newest) } else { Ok(()) }
     }

@@ -9,7 +9,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use candle_core::Tensor;
 
-use super::{MaxDifference, RunVariant, Tolerance, VariantResult};
+use super::{MaxDifference, RunVariant, Tolerance, VariantKind, VariantResult};
+use crate::base::random::RngKey;
 use crate::base::regular_file;
 use crate::data::digest::Digest;
 use crate::kernels::host;
@@ -28,6 +29,9 @@ const RMS_FLOOR: f64 = 0.01;
 /// Factor on differences in a weight that only rounding has moved. Where the true gradient is zero, as for a bias
 /// before batch norm, an optimizer that divides by the gradient's magnitude turns rounding into full steps.
 const ROUNDING_WEIGHT: f64 = 1e-3;
+
+/// The fraction by which a perturbed run changes every weight, up or down.
+pub const WEIGHT_CHANGE: f32 = 1e-6;
 
 /// Records the reference run.
 pub struct ReferenceRecorder {
@@ -110,9 +114,9 @@ pub struct ComparisonObserver {
     reference: Arc<ReferenceRecorder>,
     /// A gradient below this fraction of the average is rounding.
     noise: f64,
-    /// The run computes with other kernels. They round differently, and every update amplifies that: values are
-    /// compared at the first update, from equal weights, and gradients of rounding count as such.
-    other_kernels: bool,
+    /// How the run differs. If every update moves it further away, values are compared at the first, and gradients of
+    /// rounding count as such.
+    kind: VariantKind,
     differences: Mutex<RunDifferences>,
 }
 
@@ -128,8 +132,8 @@ struct RunDifferences {
 
 impl ComparisonObserver {
     /// `tolerance` is the one for another order of additions, even if this variant must be exact.
-    pub fn new(reference: Arc<ReferenceRecorder>, tolerance: Tolerance, other_kernels: bool) -> Self {
-        Self { reference, noise: 10.0 * tolerance.losses, other_kernels, differences: Mutex::default() }
+    pub fn new(reference: Arc<ReferenceRecorder>, tolerance: Tolerance, kind: VariantKind) -> Self {
+        Self { reference, noise: 10.0 * tolerance.losses, kind, differences: Mutex::default() }
     }
 
     /// The result of the variant.
@@ -149,6 +153,7 @@ impl ComparisonObserver {
             losses: differences.losses.clone(),
             gradients: differences.gradients.clone(),
             weights: differences.weights.clone(),
+            tolerance,
             samples_digest: differences.digest.clone(),
             passed: differences.digest == digest
                 && within.iter().all(|(apart, most)| apart.difference <= *most),
@@ -157,6 +162,19 @@ impl ComparisonObserver {
 }
 
 impl Observer for ComparisonObserver {
+    fn on_start(&self, store: &ParamStore) -> Result<(), Failure> {
+        if self.kind == VariantKind::Perturbed {
+            let signs = RngKey::new(0, 0);
+            host::write::<f32, _>(&store.master_weights, |weights| {
+                for (weight, i) in weights.iter_mut().zip(0..) {
+                    *weight *= 1.0 + if signs.f64(i) < 0.5 { WEIGHT_CHANGE } else { -WEIGHT_CHANGE };
+                }
+            })?;
+            store.sync_compute_weights()?;
+        }
+        Ok(())
+    }
+
     fn on_gradients(
         &self,
         step: u64,
@@ -165,7 +183,7 @@ impl Observer for ComparisonObserver {
         factor: f64,
         _: u64,
     ) -> Result<(), Failure> {
-        if self.other_kernels && step > 1 {
+        if self.kind.diverges() && step > 1 {
             return Ok(());
         }
         let (reference_loss, reference_factor) = {
@@ -178,7 +196,7 @@ impl Observer for ComparisonObserver {
         let sums = sums_by_param(trained, &store.grads, &path, factor, reference_factor)?;
         let noise_floor = self.noise * overall_rms(&sums);
         let has_gradient = |name: &str| sums.iter().any(|(n, sums)| *n == name && sums.rms() > noise_floor);
-        let counts = |name: &str| !self.other_kernels || has_gradient(name);
+        let counts = |name: &str| !self.kind.diverges() || has_gradient(name);
         let gradients = largest_difference(&sums, |name| if counts(name) { 1.0 } else { ROUNDING_WEIGHT })
             .at_update(step);
         let difference = abs_difference(reference_loss, loss) / reference_loss.abs().max(f64::MIN_POSITIVE);
@@ -195,7 +213,7 @@ impl Observer for ComparisonObserver {
     }
 
     fn on_update(&self, step: u64, store: &ParamStore, digest: Digest) -> Result<(), Failure> {
-        if self.other_kernels && step > 1 {
+        if self.kind.diverges() && step > 1 {
             lock(&self.differences).digest = digest.to_string();
             return Ok(());
         }
