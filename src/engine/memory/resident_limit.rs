@@ -14,7 +14,7 @@ use super::{code_pages, measure, pressure};
 
 /// Code is dropped when less than this is left of its limit: more than a step maps between two checks. The first
 /// number is for small plans: their steps are short, and on a loaded machine checks come late. Of a larger one it is a
-/// 64th, but not more than the second.
+/// 64th less half a MiB, but not more than the second: what is left is memory that was planned and is not used.
 const CODE_MARGIN_BYTES: (u64, u64) = (3 << 20, 4 << 20);
 const SMALL_PLAN_BYTES: u64 = 64 << 20;
 
@@ -22,7 +22,7 @@ const SMALL_PLAN_BYTES: u64 = 64 << 20;
 const OTHER_CODE_BYTES: u64 = 1 << 20;
 
 /// Dropped beyond that, so that the next check finds room.
-const DROPPED_BYTES: u64 = 1 << 20;
+const DROPPED_BYTES: u64 = 1 << 19;
 
 /// Fragments are trimmed when less than this part of the plan is left, but not less than the first and not more than
 /// the second number of bytes: a larger job leaves larger fragments between two checks.
@@ -146,7 +146,10 @@ impl LimitState {
 
 /// What is to be left of the limit of code in a plan of this size.
 fn code_margin(planned: u64) -> u64 {
-    if planned < SMALL_PLAN_BYTES { CODE_MARGIN_BYTES.0 } else { (planned / 64).min(CODE_MARGIN_BYTES.1) }
+    match planned {
+        ..SMALL_PLAN_BYTES => CODE_MARGIN_BYTES.0,
+        _ => (planned / 64 - (1 << 19)).min(CODE_MARGIN_BYTES.1),
+    }
 }
 
 /// The time until the next check: short if more code `was_mapped` since the last one, longer each time if not.
