@@ -296,3 +296,16 @@ fn a_failed_allocation_is_survived() {
     assert_eq!(restarted[0]["cause"], "aborted (an allocation failed)");
     assert_eq!(events_named(folder.path(), "finished")[0]["samples"], 4 * 16384);
 }
+
+/// More threads than machines have cores would be started one by one for minutes.
+#[test]
+fn an_absurd_number_of_threads_is_refused() {
+    let folder = job_folder(large_job());
+    let mut command = measured_command(folder.path(), &["fit", "job.toml", "--run-dir", "run"]);
+    let refused = finish(command.env("RAYON_NUM_THREADS", "999999")).expect(2);
+    assert!(
+        refused.stderr.contains("RAYON_NUM_THREADS is 999999, expected at most 4096"),
+        "{}",
+        refused.stderr
+    );
+}

@@ -74,7 +74,7 @@ pub fn drop_until(is_enough: impl Fn() -> bool) {
     }
 }
 
-/// What the kernel is told about pages.
+/// Advice to the kernel about pages.
 #[derive(Clone, Copy)]
 enum Advice {
     SmallPages,
