@@ -18,8 +18,8 @@ use super::linear::{
     hopper_supports_logits,
 };
 use super::matmul::{
-    MatView, Threading, downcast_slice, downcast_slice_mut, gemm, gemm_workspace, is_native_dtype, matmul,
-    matmul_workspace, round,
+    MatView, Threading, Transposed, downcast_slice, downcast_slice_mut, gemm, gemm_workspace,
+    is_native_dtype, matmul, matmul_workspace, round,
 };
 use super::metric_sums::{self, MetricSums, PendingMetricSums};
 use super::parallel::{ParallelChunks, ParallelItems};
@@ -466,9 +466,9 @@ pub fn workspace(dtype: DType, rows: usize, classes: usize, width: usize, bias: 
     let copied = !is_native_dtype(dtype);
     let operands = if copied { DType::F32 } else { dtype };
     let copies = if copied { (rows + classes) * width * acc } else { 0 };
-    let logits = gemm_workspace(operands, (chunk, width, classes), false, Threading::Parallel);
-    let weight = gemm_workspace(operands, (classes, chunk, width), true, Threading::Parallel);
-    let input = matmul_workspace(operands, (chunk, classes, width), false, Threading::Parallel);
+    let logits = gemm_workspace(operands, (chunk, width, classes), Transposed::B, Threading::Parallel);
+    let weight = gemm_workspace(operands, (classes, chunk, width), Transposed::A, Threading::Parallel);
+    let input = matmul_workspace(operands, (chunk, classes, width), Transposed::NONE, Threading::Parallel);
     let evaluate = chunk * classes * acc + copies;
     let columns = if bias { column_sums_bytes(dtype, chunk, classes) } else { 0 };
     let rounding = match (is_narrow, copied) {

@@ -53,6 +53,20 @@ pub trait Elem: WithDTypeMut + Default {
     fn to_acc(self) -> Self::Acc;
     fn from_acc(value: Self::Acc) -> Self;
 
+    /// Becomes `other` if that is larger; returns whether it is.
+    #[inline(always)]
+    fn raise(&mut self, other: Self) -> bool {
+        let larger = other.to_acc() > self.to_acc();
+        *self = if larger { other } else { *self };
+        larger
+    }
+
+    /// The value, or 0 without the condition.
+    #[inline(always)]
+    fn keep_if(self, condition: bool) -> Self {
+        if condition { self } else { Self::default() }
+    }
+
     /// The values in the accumulator type; borrowed if the two types are the same.
     fn to_acc_slice(values: &[Self], threading: Threading) -> Cow<'_, [Self::Acc]>;
 
@@ -198,6 +212,26 @@ impl Elem for f64 {
     }
 }
 
+/// Selection by masks of bits: loops over values of half the size of what they are compared in vectorize poorly.
+macro_rules! half_selection {
+    () => {
+        #[inline(always)]
+        fn raise(&mut self, other: Self) -> bool {
+            let before = *self;
+            let larger = other.to_acc() > before.to_acc();
+            let bits = if larger { other.to_bits() as u32 } else { before.to_bits() as u32 };
+            *self = Self::from_bits(bits as u16);
+            // In the narrow type: what is larger has other bits.
+            self.to_bits() != before.to_bits()
+        }
+
+        #[inline(always)]
+        fn keep_if(self, condition: bool) -> Self {
+            Self::from_bits(self.to_bits() & (condition as u16).wrapping_neg())
+        }
+    };
+}
+
 impl Elem for bf16 {
     type Acc = f32;
 
@@ -215,6 +249,8 @@ impl Elem for bf16 {
         let whole = if value.is_nan() { bits | 0x40_0000 } else { rounded };
         bf16::from_bits((whole >> 16) as u16)
     }
+
+    half_selection!();
 
     const VECTORIZE: bool = true;
 
@@ -266,6 +302,8 @@ impl Elem for f16 {
         let whole = if magnitude > 255 << 23 { 0x7e00 | magnitude >> 13 & 0x3ff } else { whole };
         f16::from_bits((whole | bits >> 16 & 0x8000) as u16)
     }
+
+    half_selection!();
 
     const VECTORIZE: bool = true;
 

@@ -11,8 +11,8 @@ use super::activation::{apply, each_activation};
 use super::clamp::ClampActivation;
 use super::grid::GRID_SMS;
 use super::matmul::{
-    CpuEpilogue, MatView, Threading, gemm, gemm_workspace, is_native_dtype, matmul, matmul_epilogue,
-    matmul_workspace,
+    CpuEpilogue, MatView, Threading, Transposed, gemm, gemm_workspace, is_native_dtype, matmul,
+    matmul_epilogue, matmul_workspace,
 };
 use super::parallel::{ParallelChunks, ParallelItems};
 use super::{Activation, Elem, Real, SavedForBackward, cpu, reference};
@@ -318,12 +318,15 @@ pub fn workspace(
     (k, n): (usize, usize),
     trained: TrainedParts,
 ) -> (u64, u64) {
-    let output = matmul_workspace(dtype, (rows, k, n), false, Threading::Parallel);
-    let input = matmul_workspace(dtype, (rows, n, k), false, Threading::Parallel);
-    let weight = match weight_layout {
-        _ if !trained.weight => 0,
-        WeightLayout::OutIn => gemm_workspace(dtype, (n, rows, k), true, Threading::Parallel),
-        WeightLayout::InOut => gemm_workspace(dtype, (k, rows, n), true, Threading::Parallel),
+    let (of_output, of_input, of_weight) = match weight_layout {
+        WeightLayout::OutIn => (Transposed::B, Transposed::NONE, (n, rows, k)),
+        WeightLayout::InOut => (Transposed::NONE, Transposed::B, (k, rows, n)),
+    };
+    let output = matmul_workspace(dtype, (rows, k, n), of_output, Threading::Parallel);
+    let input = matmul_workspace(dtype, (rows, n, k), of_input, Threading::Parallel);
+    let weight = match trained.weight {
+        true => gemm_workspace(dtype, of_weight, Transposed::A, Threading::Parallel),
+        false => 0,
     };
     let products = if runs_concurrently(dtype) { weight + input } else { weight.max(input) };
     let sums = if trained.bias { column_sums_bytes(dtype, rows, n) } else { 0 };

@@ -4,7 +4,9 @@
 use candle_core::{Result, Tensor};
 
 use super::parallel::{ParallelChunks, ParallelItems};
-use super::update::{self, CHUNK, UpdateArgs, apply_weight_decay, weight_decay_reference};
+use super::update::{
+    self, CHUNK, CopyWeights, UpdateArgs, apply_weight_decay, weight_decay_reference, with_copy,
+};
 use super::{Elem, Real, cpu, reference};
 use crate::params::FlatLayout;
 use crate::{vectorised, with_elem};
@@ -37,11 +39,13 @@ impl LionKernel {
                 update::gpu::UpdateBuffers::new(c, weights, grads, [Some(momentum), None], compute_weights)?;
             update::gpu::lion(device, self, &buffers)
         });
-        match reference::has_cpu_kernel(weights) {
-            false => self.reference(c, weights, grads, momentum)?,
-            true => with_elem!(weights.dtype(), T => self.apply_cpu::<T>(c, weights, grads, momentum)?),
+        if !reference::has_cpu_kernel(weights) {
+            self.reference(c, weights, grads, momentum)?;
+            return update::sync_compute_weights(weights, compute_weights);
         }
-        update::sync_compute_weights(weights, compute_weights)
+        with_elem!(weights.dtype(), T => with_copy(compute_weights, |copy| {
+            self.apply_cpu::<T>(c, weights, grads, momentum, copy)
+        }))
     }
 
     fn apply_cpu<T: Elem>(
@@ -50,6 +54,7 @@ impl LionKernel {
         weights: &Tensor,
         grads: &Tensor,
         momentum: &Tensor,
+        copy: CopyWeights<T>,
     ) -> Result<()> {
         let of = |x: f64| <T::Acc as Real>::of_f64(x);
         let (b1, b2, lr, gs) = (of(self.beta1), of(self.beta2), of(c.lr), of(c.grad_scale));
@@ -70,7 +75,8 @@ impl LionKernel {
                                 *w = T::from_acc(w.to_acc() - up + down);
                                 (*m, *g) = (T::from_acc(b2 * m.to_acc() + a2 * d), T::default());
                             }
-                        })
+                        });
+                        copy(i * CHUNK, w);
                     })
                 })
             })

@@ -67,6 +67,11 @@ impl<'a, T> MatView<'a, T> {
         }
     }
 
+    /// `count` columns from `first` on.
+    fn columns(self, first: usize, count: usize) -> Self {
+        Self { data: &self.data[first * self.col_stride..], cols: count, ..self }
+    }
+
     /// The transpose: the same values with swapped strides.
     pub fn t(self) -> Self {
         Self {
@@ -210,12 +215,68 @@ pub fn gemm<T: Elem>(
     if threading == Threading::Parallel && try_amx::<T, T::Acc>(out, stride, a, b, accumulate, None) {
         return;
     }
-    let (a_data, b_data) = (T::to_acc_slice(a.data, threading), T::to_acc_slice(b.data, threading));
-    let (a, b) = (a.with_data(&a_data), b.with_data(&b_data));
+    let (a_data, depth) = (T::to_acc_slice(a.data, threading), converted_depth(T::DTYPE, (k, n), threading));
+    let a = a.with_data(&a_data);
+    if depth == k {
+        let b_data = T::to_acc_slice(b.data, threading);
+        return multiply(out, stride, a, b.with_data(&b_data), accumulate, threading);
+    }
+    let mut buffer = uninit::<T::Acc>(depth * n);
+    for first in (0..k).step_by(depth) {
+        let rows = depth.min(k - first);
+        let b = convert_rows(b, first, rows, &mut buffer[..rows * n]);
+        multiply(out, stride, a.columns(first, rows), b, accumulate || first > 0, threading);
+    }
+}
+
+/// Values of `b` that are converted at a time, if it has more: they are in cache when they are multiplied.
+const MAX_CONVERTED: usize = 1 << 19;
+
+/// Rows of a (k, n) right operand that are converted at a time: a slice of K as [`multiply`] cuts it, or all.
+fn converted_depth(dtype: DType, (k, n): (usize, usize), threading: Threading) -> usize {
+    let is_small = k * n <= MAX_CONVERTED || converted_elements(dtype, 1) == 0;
+    if is_small || threading == Threading::Serial { k } else { slice_depth(k, GemmTile::of(dtype).depth) }
+}
+
+/// The length of slices of K that are at most `longest`.
+fn slice_depth(k: usize, longest: usize) -> usize {
+    k.div_ceil(k.div_ceil(longest).max(1))
+}
+
+/// Rows of `b` from `first` on, converted by all threads into `buffer`, in the layout of `b`.
+fn convert_rows<'a, T: Elem>(
+    b: MatView<T>,
+    first: usize,
+    rows: usize,
+    buffer: &'a mut [T::Acc],
+) -> MatView<'a, T::Acc> {
+    let is_transposed = b.col_stride != 1;
+    let (width, stride) = if is_transposed { (rows, b.col_stride) } else { (b.cols, b.row_stride) };
+    let start = first * b.row_stride;
+    parallel_for_rows(buffer, width, |line, into| {
+        vectorised!(T, || {
+            for (i, into) in into.chunks_exact_mut(width).enumerate() {
+                let from = &b.data[start + (line + i) * stride..][..width];
+                into.iter_mut().zip(from).for_each(|(w, v)| *w = v.to_acc());
+            }
+        })
+    });
+    if is_transposed { MatView::new(buffer, b.cols, rows).t() } else { MatView::new(buffer, rows, b.cols) }
+}
+
+/// `out = a b`, or `out += a b` with `accumulate`, in the accumulator type.
+fn multiply<R: Real>(
+    out: &mut [R],
+    stride: usize,
+    a: MatView<R>,
+    b: MatView<R>,
+    accumulate: bool,
+    threading: Threading,
+) {
     if try_avx512(out, stride, a, b, accumulate, threading) {
         return;
     }
-    // SAFETY: the asserts above and those of `MatView` keep every access inside its slice.
+    // SAFETY: the caller's asserts and those of `MatView` keep every access inside its slice.
     unsafe {
         if let (Some(out), Some(a), Some(b)) = (downcast_slice_mut(out), a.downcast(), b.downcast()) {
             gemm_crate::f32(out, stride, a, b, accumulate, threading)
@@ -399,41 +460,60 @@ pub fn conv_weight_gradient_workspace(dtype: DType, g: &ConvGeometry, batch: usi
     None
 }
 
+/// Which operands of a product are transposes of the matrices in memory.
+#[derive(Clone, Copy, Debug)]
+pub struct Transposed {
+    pub a: bool,
+    pub b: bool,
+}
+
+impl Transposed {
+    pub const NONE: Self = Self { a: false, b: false };
+    pub const A: Self = Self { a: true, b: false };
+    pub const B: Self = Self { a: false, b: true };
+}
+
 /// Bytes of temporaries of [`gemm`] for an (m, n) result over `k`: operands converted to the accumulator type where
-/// they are stored in another, and packed operands. `transposed_a` says that `a` is a transpose. Excludes the buffers
-/// that each thread keeps: [`thread_buffer_bytes`].
+/// they are stored in another, and packed operands. Excludes the buffers that each thread keeps:
+/// [`thread_buffer_bytes`].
 pub fn gemm_workspace(
     dtype: DType,
     (m, k, n): (usize, usize, usize),
-    transposed_a: bool,
+    transposed: Transposed,
     threading: Threading,
 ) -> u64 {
-    if threading == Threading::Parallel && gemv::supports_sizes(m, transposed_a) {
+    if threading == Threading::Parallel && gemv::supports_sizes(m, transposed) {
         return gemv::workspace(dtype, m, k);
     }
     #[cfg(target_arch = "x86_64")]
     if threading == Threading::Parallel && dispatch() == Dispatch::Amx {
         let bytes = with_amx_elem!(dtype, E => {
-            amx::supports::<E>((m, k, n)).then(|| amx::gemm_workspace::<E, f32>((m, k, n), transposed_a) as u64)
+            amx::supports::<E>((m, k, n)).then(|| amx::gemm_workspace::<E, f32>((m, k, n), transposed) as u64)
         });
         if let Some(bytes) = bytes {
             return bytes;
         }
     }
+    let GemmTile { height, width, depth } = GemmTile::of(dtype);
+    // Where `a` is a transpose, K runs over the samples, and a smaller batch may be cut into longer slices.
+    let depth = if transposed.a { k.min(depth) } else { slice_depth(k, depth) };
     // Mirrors what `gemm` 0.19 does. It computes the transposed result, packs slices of at most KC of K, and packs `a`
     // where its rows have a long stride and `b` where it is narrow.
     let packed = || {
-        let GemmTile { height, width, depth } = GemmTile::of(dtype);
-        // Where `a` is a transpose, K runs over the samples, and a smaller batch may be cut into longer slices.
-        let depth = if transposed_a { k.min(depth) } else { k.div_ceil(k.div_ceil(depth).max(1)) };
-        let a = n > height * if transposed_a { 2 } else { gemm::get_rhs_packing_threshold() };
+        let a = n > height * if transposed.a { 2 } else { gemm::get_rhs_packing_threshold() };
         let b = n <= 16 * height;
         let values =
             if a { m.next_multiple_of(width) } else { 0 } + if b { n.next_multiple_of(height) } else { 0 };
         depth * values
     };
     let packed = if dtype != DType::F64 && uses_avx512((m, k, n), threading) { 0 } else { packed() };
-    (acc_bytes(dtype) * (packed + converted_elements(dtype, m * k + k * n))) as u64
+    let converted = match converted_depth(dtype, (k, n), threading) {
+        all if all == k => k * n,
+        // Fewer samples may be converted at once.
+        _ if transposed.a => MAX_CONVERTED.max(depth * n),
+        _ => depth * n,
+    };
+    (acc_bytes(dtype) * (packed + converted_elements(dtype, m * k + converted))) as u64
 }
 
 /// The tile of the result that a kernel of `gemm` 0.19 keeps in registers, transposed as it computes it, and the longest
@@ -498,22 +578,22 @@ fn converted_elements(dtype: DType, values: usize) -> usize {
 pub fn matmul_workspace(
     dtype: DType,
     (m, k, n): (usize, usize, usize),
-    transposed_a: bool,
+    transposed: Transposed,
     threading: Threading,
 ) -> u64 {
-    if threading == Threading::Parallel && gemv::supports_sizes(m, transposed_a) {
+    if threading == Threading::Parallel && gemv::supports_sizes(m, transposed) {
         return gemv::workspace(dtype, m, k);
     }
     #[cfg(target_arch = "x86_64")]
     if threading == Threading::Parallel && dispatch() == Dispatch::Amx {
         let bytes = with_amx_elem!(dtype, E => {
-            amx::supports::<E>((m, k, n)).then(|| amx::gemm_workspace::<E, E>((m, k, n), transposed_a) as u64)
+            amx::supports::<E>((m, k, n)).then(|| amx::gemm_workspace::<E, E>((m, k, n), transposed) as u64)
         });
         if let Some(bytes) = bytes {
             return bytes;
         }
     }
-    gemm_workspace(dtype, (m, k, n), transposed_a, threading)
+    gemm_workspace(dtype, (m, k, n), transposed, threading)
         + (acc_bytes(dtype) * converted_elements(dtype, m * n)) as u64
 }
 
@@ -569,5 +649,58 @@ pub fn round<T: Elem>(values: &[T::Acc], out: &mut [T], threading: Threading) {
     match threading {
         Threading::Parallel => parallel_for_rows(out, 1, convert),
         Threading::Serial => convert(0, out),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use half::{bf16, f16};
+
+    use super::*;
+    use crate::base::random::RngKey;
+
+    fn values<T: Elem<Acc = f32>>(count: usize, stream: u64) -> Vec<T> {
+        (0..count).map(|i| T::from_acc(RngKey::new(3, stream).normal(i as u64) as f32)).collect()
+    }
+
+    /// Products whose `b` is converted a slice of K at a time, in both layouts, against those of converted operands.
+    fn check<T: Elem<Acc = f32>>((m, k, n): (usize, usize, usize), transposed: bool, ulp: f32) {
+        let (a, b) = (values::<T>(m * k, 1), values::<T>(k * n, 2));
+        let converted = |values: &[T]| values.iter().map(|v| v.to_acc()).collect::<Vec<f32>>();
+        let (a_acc, b_acc) = (converted(&a), converted(&b));
+        fn view<U>(b: &[U], k: usize, n: usize, transposed: bool) -> MatView<'_, U> {
+            if transposed { MatView::new(b, n, k).t() } else { MatView::new(b, k, n) }
+        }
+        let (a, b) = (MatView::new(&a, m, k), view(&b, k, n, transposed));
+        let mut expected = vec![0.0; m * n];
+        let b_acc = view(&b_acc, k, n, transposed);
+        gemm::<f32>(&mut expected, n, MatView::new(&a_acc, m, k), b_acc, false, Threading::Parallel);
+        let close = |got: f32, want: f32, ulp: f32| {
+            let bound = ulp * want.abs() + 1e-5 * k as f32;
+            assert!((got - want).abs() <= bound, "({m}, {k}, {n}): {got} instead of {want}");
+        };
+        let stride = n + 3;
+        let mut sums = vec![1.0; m * stride];
+        gemm(&mut sums, stride, a, b, true, Threading::Parallel);
+        for (i, sum) in sums.iter().enumerate() {
+            let (row, column) = (i / stride, i % stride);
+            let product = if column < n { expected[row * n + column] } else { 0.0 };
+            close(*sum, 1.0 + product, 1e-6);
+        }
+        let mut out = vec![T::from_acc(f32::NAN); m * n];
+        matmul(&mut out, a, b, Threading::Parallel);
+        out.iter().zip(&expected).for_each(|(got, want)| close(got.to_acc(), *want, ulp));
+    }
+
+    #[test]
+    fn slices_of_k_are_converted_one_by_one() {
+        for size in
+            [(5, 2100, 700), (37, 40, 20_011), (20, 5000, 257), (3, 1025, 513), (9, 300, 64), (4, 1, 3)]
+        {
+            for transposed in [false, true] {
+                check::<bf16>(size, transposed, 0.008);
+                check::<f16>(size, transposed, 0.001);
+            }
+        }
     }
 }

@@ -6,7 +6,7 @@ mod gpu;
 use candle_core::{DType, Result, Tensor};
 
 use super::linear::{add_partials, column_sums, join_backward};
-use super::matmul::{MatView, Threading, gemm, gemm_workspace, is_native_dtype, round};
+use super::matmul::{MatView, Threading, Transposed, gemm, gemm_workspace, is_native_dtype, round};
 use super::{Elem, Real, cpu, reference};
 use crate::{vectorised, with_elem};
 
@@ -178,13 +178,13 @@ pub fn workspace(dtype: DType, rows: usize, k: usize, widths: &[usize], trained:
     let columns: usize = widths.iter().sum();
     let gaps = if is_native_dtype(dtype) { 0 } else { acc_copy(rows * columns) };
     let largest = |packed: &dyn Fn(usize) -> u64| widths.iter().map(|n| packed(*n)).max().unwrap_or(0);
-    let output = largest(&|n| gemm_workspace(dtype, (rows, k, n), false, Threading::Parallel));
-    let input = largest(&|n| gemm_workspace(dtype, (rows, n, k), false, Threading::Parallel))
+    let output = largest(&|n| gemm_workspace(dtype, (rows, k, n), Transposed::B, Threading::Parallel));
+    let input = largest(&|n| gemm_workspace(dtype, (rows, n, k), Transposed::NONE, Threading::Parallel))
         + acc_copy(rows * k)
         + gaps;
     let weights = widths.iter().zip(trained).filter(|(_, trained)| **trained);
     let weights =
-        weights.map(|(n, _)| gemm_workspace(dtype, (*n, rows, k), true, Threading::Parallel) + gaps);
+        weights.map(|(n, _)| gemm_workspace(dtype, (*n, rows, k), Transposed::A, Threading::Parallel) + gaps);
     let weight = weights.max().unwrap_or(0);
     let backward = if is_native_dtype(dtype) { weight + input } else { weight.max(input) };
     (output + acc_copy(rows * columns), backward)

@@ -87,9 +87,7 @@ pub fn max(x: &Tensor, w: &PoolGeometry) -> Result<(Tensor, Tensor)> {
                             continue;
                         }
                         for ((y, index), v) in y.iter_mut().zip(indices.iter_mut()).zip(from) {
-                            let larger = v.to_acc() > y.to_acc();
-                            *y = if larger { *v } else { *y };
-                            *index = if larger { i as u8 } else { *index };
+                            *index = if y.raise(*v) { i as u8 } else { *index };
                         }
                     }
                 }
@@ -140,7 +138,7 @@ fn scatter_gradient<T: Elem>(
             for (i, pixel) in w.taps(oy, ox) {
                 let to = &mut dx[pixel * c..][..c];
                 for ((to, index), d) in to.iter_mut().zip(indices).zip(d) {
-                    *to = combine(*to, if *index == i as u8 { *d } else { T::default() });
+                    *to = combine(*to, d.keep_if(*index == i as u8));
                 }
             }
         }

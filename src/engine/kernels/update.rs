@@ -66,11 +66,13 @@ impl AdamWKernel {
             c,
             &gpu::UpdateBuffers::new(c, weights, grads, [Some(m), Some(v)], compute_weights)?,
         ));
-        match reference::has_cpu_kernel(weights) {
-            false => self.reference(c, weights, grads, m, v)?,
-            true => with_elem!(weights.dtype(), T => self.apply_cpu::<T>(c, weights, grads, m, v)?),
+        if !reference::has_cpu_kernel(weights) {
+            self.reference(c, weights, grads, m, v)?;
+            return sync_compute_weights(weights, compute_weights);
         }
-        sync_compute_weights(weights, compute_weights)
+        with_elem!(weights.dtype(), T => with_copy(compute_weights, |copy| {
+            self.apply_cpu::<T>(c, weights, grads, m, v, copy)
+        }))
     }
 
     fn apply_cpu<T: Elem>(
@@ -80,6 +82,7 @@ impl AdamWKernel {
         grads: &Tensor,
         m: &Tensor,
         v: &Tensor,
+        copy: CopyWeights<T>,
     ) -> Result<()> {
         let (step, root) = self.bias_corrections(c.lr);
         let of = |x: f64| <T::Acc as Real>::of_f64(x);
@@ -107,7 +110,8 @@ impl AdamWKernel {
                                     );
                                     (*m, *v, *g) = (T::from_acc(first), T::from_acc(second), T::default());
                                 }
-                            })
+                            });
+                            copy(i * CHUNK, w);
                         })
                     })
                 })
@@ -151,11 +155,13 @@ impl SgdKernel {
             device,
             &gpu::UpdateBuffers::new(c, weights, grads, [momentum, None], compute_weights)?,
         ));
-        match reference::has_cpu_kernel(weights) {
-            false => self.reference(c, weights, grads, momentum)?,
-            true => with_elem!(weights.dtype(), T => self.apply_cpu::<T>(c, weights, grads, momentum)?),
+        if !reference::has_cpu_kernel(weights) {
+            self.reference(c, weights, grads, momentum)?;
+            return sync_compute_weights(weights, compute_weights);
         }
-        sync_compute_weights(weights, compute_weights)
+        with_elem!(weights.dtype(), T => with_copy(compute_weights, |copy| {
+            self.apply_cpu::<T>(c, weights, grads, momentum, copy)
+        }))
     }
 
     fn apply_cpu<T: Elem>(
@@ -164,6 +170,7 @@ impl SgdKernel {
         weights: &Tensor,
         grads: &Tensor,
         momentum: Option<&Tensor>,
+        copy: CopyWeights<T>,
     ) -> Result<()> {
         let of = |x: f64| <T::Acc as Real>::of_f64(x);
         let (lr, gs, mu) = (of(c.lr), of(c.grad_scale), of(self.momentum));
@@ -179,7 +186,8 @@ impl SgdKernel {
                                     *w = T::from_acc(w.to_acc() - lr * d);
                                     *g = T::default();
                                 }
-                            })
+                            });
+                            copy(i * CHUNK, w);
                         },
                     );
                     Ok(())
@@ -196,7 +204,8 @@ impl SgdKernel {
                                 *w = T::from_acc(w.to_acc() - lr * direction);
                                 (*m, *g) = (T::from_acc(velocity), T::default());
                             }
-                        })
+                        });
+                        copy(i * CHUNK, w);
                     })
                 }),
             })
@@ -226,6 +235,32 @@ impl SgdKernel {
 /// Refreshes the copy of the weights that kernels compute with.
 pub(super) fn sync_compute_weights(weights: &Tensor, compute_weights: Option<&Tensor>) -> Result<()> {
     compute_weights.map_or(Ok(()), |copy| cast_into(weights, copy))
+}
+
+/// Copies updated weights, which begin at an index, into the weights that kernels compute with.
+pub(super) type CopyWeights<'a, T> = &'a (dyn Fn(usize, &[T]) + Sync);
+
+/// Calls `update` with what copies each chunk of weights while it is in cache; no two chunks may overlap.
+pub(super) fn with_copy<T: Elem>(
+    compute_weights: Option<&Tensor>,
+    update: impl FnOnce(CopyWeights<T>) -> Result<()>,
+) -> Result<()> {
+    let Some(copy) = compute_weights else { return update(&|_, _| ()) };
+    with_elem!(copy.dtype(), C => cpu::with_slice_mut::<C, _>(copy, |to| {
+        let to = cpu::DisjointSliceMut::new(to);
+        update(&|first, from| {
+            // SAFETY: the chunks of an update do not overlap.
+            cast_slice(from, unsafe { to.range_mut(first, from.len()) });
+        })
+    })?)
+}
+
+fn cast_slice<F: Elem, T: Elem>(from: &[F], to: &mut [T]) {
+    vectorised!(T, || {
+        to.iter_mut()
+            .zip(from)
+            .for_each(|(to, from)| *to = T::from_acc(<T as Elem>::Acc::of_f64(from.to_acc().as_f64())))
+    })
 }
 
 /// `w -= lr weight_decay w` for the decayed part of a chunk that starts at `start`.
@@ -278,11 +313,7 @@ pub fn cast_into(from: &Tensor, to: &Tensor) -> Result<()> {
     with_elem!(from.dtype(), F => {
         let from = cpu::view::<F>(from)?;
         with_elem!(to.dtype(), T => cpu::with_slice_mut::<T, _>(to, |to| {
-            cpu::parallel_for_chunks(to, CHUNK, |i, to| vectorised!(T, || {
-                to.iter_mut().zip(&from[i * CHUNK..]).for_each(|(to, from)| {
-                    *to = T::from_acc(<T as Elem>::Acc::of_f64(from.to_acc().as_f64()))
-                })
-            }))
+            cpu::parallel_for_chunks(to, CHUNK, |i, to| cast_slice(&from[i * CHUNK..], to))
         }))
     })
 }

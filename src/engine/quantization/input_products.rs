@@ -11,7 +11,7 @@ use candle_core::{Error, Result, Tensor};
 use crate::base::MicroBatchSpec;
 use crate::graph::network::{Network, Node};
 use crate::kernels::host;
-use crate::kernels::matmul::{MatView, Threading, gemm, gemm_workspace};
+use crate::kernels::matmul::{MatView, Threading, Transposed, gemm, gemm_workspace};
 use crate::layers::linear::Linear;
 use crate::layers::packed_linear::PackedLinear;
 use crate::layers::{Cost, Layer, PassContext, SavedTensors};
@@ -107,7 +107,8 @@ impl Layer for InputTap {
     fn cost(&self, spec: MicroBatchSpec) -> Cost {
         let inputs = self.shape.last().copied().unwrap_or(1);
         let rows = spec.batch * self.shape.iter().product::<usize>() / inputs.max(1);
-        let workspace = gemm_workspace(spec.dtype, (inputs, rows, inputs), true, Threading::Parallel);
+        let workspace =
+            gemm_workspace(spec.dtype, (inputs, rows, inputs), Transposed::A, Threading::Parallel);
         Cost { output_is_view: true, forward_workspace: workspace, ..Cost::default() }
     }
 

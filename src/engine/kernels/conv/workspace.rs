@@ -5,7 +5,9 @@ use candle_core::DType;
 use super::super::channels::{ChannelLayout, GridPartition};
 use super::super::clamp::ClampActivation;
 use super::super::im2col::{ConvGeometry, PixelBlock};
-use super::super::matmul::{Threading, conv_weight_gradient_workspace, conv_workspace, gemm_workspace};
+use super::super::matmul::{
+    Threading, Transposed, conv_weight_gradient_workspace, conv_workspace, gemm_workspace,
+};
 use super::super::{Activation, SavedForBackward, cpu, depthwise};
 use super::{chunk_images, weight_gradient_chunks};
 use crate::base::{Backend, MicroBatchSpec};
@@ -48,9 +50,8 @@ pub fn workspace(
     // The accumulator type, and copies of operands in it where they are stored in another.
     let acc_dtype = if acc == 8 { DType::F64 } else { DType::F32 };
     let copies = |values: usize| if elem == acc { 0 } else { values * acc };
-    let packed = |m, k, n, transposed_a| {
-        gemm_workspace(acc_dtype, (m, k, n), transposed_a, Threading::Serial) as usize
-    };
+    let packed =
+        |m, k, n, transposed| gemm_workspace(acc_dtype, (m, k, n), transposed, Threading::Serial) as usize;
     let blocking = g.blocking(g.kernel_area(), at.batch, at.threads());
     let (rows, k, n, ng) = (blocking.max_rows(), g.patch_len(), g.out_channels, g.out_channels / g.groups);
     let block_list = at.batch.div_ceil(blocking.block_images)
@@ -64,8 +65,9 @@ pub fn workspace(
         None => {
             let outputs = if direct { 0 } else { rows * n * acc };
             let transposed_weight = n * k * acc + g.groups * size_of::<Vec<f32>>();
-            let per_thread =
-                g.im2col_bytes(at.dtype, rows, g.kernel_area()) + outputs + packed(rows, k, ng, false);
+            let per_thread = g.im2col_bytes(at.dtype, rows, g.kernel_area())
+                + outputs
+                + packed(rows, k, ng, Transposed::B);
             at.threads() * per_thread + block_list + transposed_weight + copies(n * k)
         }
     };
@@ -75,7 +77,7 @@ pub fn workspace(
         Some(packed) => packed as usize,
         None => {
             let gemm_bytes =
-                copies(panel_rows * n) + packed(ng, panel_rows, cells * g.group_channels(), true);
+                copies(panel_rows * n) + packed(ng, panel_rows, cells * g.group_channels(), Transposed::A);
             g.im2col_bytes(at.dtype, panel_rows, cells) + gemm_bytes
         }
     };
@@ -92,7 +94,7 @@ pub fn workspace(
         Some(packed) => packed as usize,
         None => {
             let acc_bytes = copies(blocking.block_images * g.height * g.width * g.in_channels);
-            let gemm_bytes = copies(rows * n) + packed(rows, ng, k, false);
+            let gemm_bytes = copies(rows * n) + packed(rows, ng, k, Transposed::NONE);
             at.threads() * (rows * k * acc + acc_bytes + gemm_bytes) + copies(n * k)
         }
     };

@@ -18,7 +18,7 @@ use super::amx_tiles::{TILE_BYTES, TILE_DIM, TILE_K, TileConfigGuard};
 use super::avx512::{lane_mask, transpose_16x16};
 use super::bf16_split::{AmxElem, Operand, StridedOperand};
 use super::implicit_gemm::{FlippedWeight, PatchColumns, PatchRows};
-use super::{ConvArgs, CpuEpilogue, MatView, Threading};
+use super::{ConvArgs, CpuEpilogue, MatView, Threading, Transposed};
 
 /// Most tiles of a panel in one slice of K; twice as many if all rows fit in `FEW_ROW_PANELS` panels.
 const MAX_PANEL_TILES: usize = 48;
@@ -107,11 +107,10 @@ fn is_half_precision<O: AmxElem>() -> bool {
     O::PARTS < 3
 }
 
-/// Upper bound of the bytes [`gemm`] allocates, over all threads, for an (m, n) result of `O` over `k` values of `E`;
-/// `transposed_a` says that the left operand is a transpose.
+/// Bytes [`gemm`] allocates, over all threads, for an (m, n) result of `O` over `k` values of `E`.
 pub(super) fn gemm_workspace<E: AmxElem, O: AmxElem>(
     (m, k, n): (usize, usize, usize),
-    transposed_a: bool,
+    transposed: Transposed,
 ) -> usize {
     let bytes = |rows: usize, columns: usize| {
         let slices = KSlices::new::<E>(rows, k, is_half_precision::<O>());
@@ -119,9 +118,9 @@ pub(super) fn gemm_workspace<E: AmxElem, O: AmxElem>(
     };
     match n > m {
         // A single row is contiguous either way, so that `gemm` cannot tell it from a transposed column.
-        true if transposed_a && m > 1 => bytes(n, m),
-        true => bytes(n, m).max(bytes(m, n)),
-        false => bytes(m, n),
+        true if transposed.a && m == 1 => bytes(n, m).max(bytes(m, n)),
+        true if transposed.a || transposed.b => bytes(n, m),
+        _ => bytes(m, n),
     }
 }
 

@@ -7,7 +7,7 @@
 
 use std::cell::Cell;
 
-use super::{CpuEpilogue, MatView};
+use super::{CpuEpilogue, MatView, Transposed};
 use crate::kernels::clamp::clamp;
 use crate::kernels::cpu::{DisjointSliceMut, acc_bytes, parallel_for, threads, uninit};
 use crate::kernels::lanes::LANES;
@@ -51,15 +51,15 @@ impl Drop for GemvScope {
     }
 }
 
-/// Whether this kernel takes a product of these operands; `transposed_a` as in [`super::gemm_workspace`].
-pub(super) fn supports_sizes(m: usize, transposed_a: bool) -> bool {
-    ENABLED.get() && m <= MAX_ROWS && !transposed_a
+/// Whether this kernel takes a product of these operands; `transposed` as in [`super::gemm_workspace`].
+pub(super) fn supports_sizes(m: usize, transposed: Transposed) -> bool {
+    ENABLED.get() && m <= MAX_ROWS && !transposed.a
 }
 
 pub(super) fn supports<T>(a: &MatView<T>, b: &MatView<T>) -> bool {
     // The transpose of one column has contiguous rows too, but is planned as a transpose.
-    let transposed_a = a.col_stride != 1 || a.row_stride < a.cols;
-    supports_sizes(a.rows, transposed_a) && a.cols > 0 && (b.row_stride == 1 || b.col_stride == 1)
+    let transposed = Transposed { a: a.col_stride != 1 || a.row_stride < a.cols, b: b.col_stride != 1 };
+    supports_sizes(a.rows, transposed) && a.cols > 0 && (b.row_stride == 1 || b.col_stride == 1)
 }
 
 /// Bytes of the rows of `a` in the accumulator type.
