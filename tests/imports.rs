@@ -83,12 +83,18 @@ fn sources(folder: &Path, module: Option<&str>, found: &mut Vec<(String, String,
     }
 }
 
-#[test]
-fn no_module_imports_one_above_it() {
+/// (module, file, code) of every source file of the packages that is not for tests alone.
+pub fn product_files() -> Vec<(String, String, String)> {
     let mut files = Vec::new();
     for (package, module) in PACKAGES {
         sources(&Path::new(env!("CARGO_MANIFEST_DIR")).join(package), module, &mut files);
     }
+    files
+}
+
+#[test]
+fn no_module_imports_one_above_it() {
+    let files = product_files();
     let rank = |module: &str| ORDER.iter().position(|known| *known == module);
     let mut upwards = Vec::new();
     for (module, file, code) in &files {

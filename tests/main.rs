@@ -50,6 +50,7 @@ mod tables;
 mod targets;
 mod terminal;
 mod tune;
+mod type_names;
 mod verify;
 
 use trainer::memory::measure::CountingAllocator;

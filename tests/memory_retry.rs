@@ -81,7 +81,7 @@ fn train_observed(
 ) -> FinishedRun {
     let sets: Vec<String> = sets.iter().map(|set| set.to_string()).collect();
     let job = Job::parse(text, "job.toml".as_ref(), &sets).unwrap_or_else(|e| panic!("{e}"));
-    let wish = RequestedRun { run_dir: Some(folder.to_owned()), resume: Some(None) };
+    let requested = RequestedRun { run_dir: Some(folder.to_owned()), resume: Some(None) };
     // The allocator also counts what other tests hold at the same time: a budget that this cannot exhaust.
     let ram = 1 << 40;
     let report = |folder: &RunDir, _| {
@@ -91,7 +91,7 @@ fn train_observed(
             None => reporter,
         })
     };
-    let result = run::fit(job, RunOptions { requested: wish, ram, ..options }, report);
+    let result = run::fit(job, RunOptions { requested, ram, ..options }, report);
     FinishedRun { folder: folder.to_owned(), result }
 }
 

@@ -160,15 +160,10 @@ fn train(
     )?;
     let plan = setup.plan(ram);
     assert!(plan.peak.ram_bytes <= ram, "{plan:?}");
-    let wish = RequestedRun { run_dir: Some(folder.to_owned()), resume: Some(None) };
+    let requested = RequestedRun { run_dir: Some(folder.to_owned()), resume: Some(None) };
     let report =
         |folder: &RunDir, _| Ok(Reporter::default().with_required(EventLog::open(&folder.events())?));
-    run::run_plan(
-        &setup,
-        plan,
-        RunOptions { requested: wish, ram, max_steps, ..RunOptions::default() },
-        report,
-    )
+    run::run_plan(&setup, plan, RunOptions { requested, ram, max_steps, ..RunOptions::default() }, report)
 }
 
 /// How a run ended last.

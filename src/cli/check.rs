@@ -1,5 +1,7 @@
 //! `trainer check`: reports every mistake in a job without training it.
 
+use std::collections::BTreeSet;
+
 use clap::Args;
 use serde_json::{Value, json};
 
@@ -9,6 +11,7 @@ use crate::base::units::{Bytes, counted, format_count};
 use crate::data::warnings;
 use crate::job::{Job, RunLength};
 use crate::layers::Layer;
+use crate::params::ParamId;
 use crate::report::plan::{parameter_counts, prediction_rows, pruned_model};
 use crate::report::{data, text};
 use crate::train::Failure;
@@ -181,6 +184,13 @@ impl LayerRow {
 fn layer_rows(setup: &Setup) -> Vec<LayerRow> {
     let at =
         MicroBatchSpec { batch: setup.job.train.batch_size, dtype: setup.dtype, backend: setup.backend() };
+    let params = &setup.layout.params;
+    let mut counted = BTreeSet::new();
+    // A parameter that two layers share counts for the first.
+    let mut num_parameters = |read: Vec<ParamId>| {
+        let own: Vec<ParamId> = read.into_iter().filter(|param| counted.insert(param.index)).collect();
+        params.num_values(&own)
+    };
     let layer = |layer: &dyn Layer| {
         let cost = layer.cost(at);
         let kept_bytes = if cost.saves_output { cost.output } else { 0 }
@@ -188,7 +198,7 @@ fn layer_rows(setup: &Setup) -> Vec<LayerRow> {
         LayerRow {
             name: layer.name().to_owned(),
             output: layer.output_shape(),
-            parameters: layer.num_parameters(),
+            parameters: num_parameters(layer.params()),
             flops: cost.flops,
             saved_bytes: cost.saved + kept_bytes,
         }
@@ -198,7 +208,7 @@ fn layer_rows(setup: &Setup) -> Vec<LayerRow> {
     rows.push(LayerRow {
         name: loss.name().to_owned(),
         output: vec![],
-        parameters: loss.num_parameters(),
+        parameters: num_parameters(loss.params()),
         flops: loss.cost(at).flops,
         saved_bytes: 0,
     });

@@ -97,6 +97,7 @@ impl HostBatch {
     }
 
     /// Bytes that the batch has allocated.
+    #[cfg(test)]
     pub fn capacity_bytes(&self) -> u64 {
         let values = self.inputs.capacity() * self.inputs.element_bytes()
             + self.targets.capacity() * self.targets.element_bytes();
@@ -141,6 +142,7 @@ impl BatchValues {
         if let BatchValues::U8(..) = self { 1 } else { 4 }
     }
 
+    #[cfg(test)]
     fn capacity(&self) -> usize {
         match self {
             BatchValues::U8(values, _) => values.capacity(),

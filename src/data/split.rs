@@ -22,7 +22,7 @@ use super::warnings::WARNING;
 use super::{DataError, DatasetContext};
 use crate::base::random::{RngKey, stream_id};
 
-pub use keys::{KeyFile, SampleKeys, key_of};
+pub use keys::{KeyFile, SplitKeys, key_of};
 pub use subset::{Subset, TrainFiles, job_datasets, random_split};
 
 /// A set of samples.
@@ -49,14 +49,14 @@ impl DatasetSplit {
 
 /// One of several folds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Fold {
+pub struct FoldIndex {
     /// From 0.
     pub index: u64,
     /// At least 2.
     pub folds: u64,
 }
 
-impl Fold {
+impl FoldIndex {
     /// The fold of `samples` samples if the folds are consecutive.
     pub fn consecutive(self, samples: u64) -> std::ops::Range<u64> {
         let start = |fold: u64| (samples as u128 * fold as u128 / self.folds as u128) as u64;
@@ -81,7 +81,7 @@ pub enum ValidSet {
     /// This fraction.
     Fraction(f64),
     /// This fold of those that are not for testing.
-    Fold(Fold),
+    Fold(FoldIndex),
 }
 
 /// How samples are assigned to sets.
@@ -176,7 +176,7 @@ impl SplitSettings {
         let valid = match self.valid {
             ValidSet::OwnFiles => String::new(),
             ValidSet::Fraction(fraction) => format!(", {} for validation", percent(fraction)),
-            ValidSet::Fold(Fold { index, folds }) => {
+            ValidSet::Fold(FoldIndex { index, folds }) => {
                 format!(", fold {} of {folds} for validation", index + 1)
             }
         };
@@ -263,14 +263,14 @@ impl PositionSplit {
 #[derive(Clone, Debug, PartialEq)]
 pub struct SplitPlan {
     samples: u64,
-    assignment: Assignment,
+    assignment: SplitAssignment,
     settings: SplitSettings,
     seed: u64,
     warnings: Vec<String>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-enum Assignment {
+enum SplitAssignment {
     Position(PositionSplit),
     Table(Membership),
 }
@@ -281,13 +281,13 @@ impl SplitPlan {
     pub fn new(
         samples: u64,
         settings: &SplitSettings,
-        keys: Option<&dyn SampleKeys>,
+        keys: Option<&dyn SplitKeys>,
         ctx: &DatasetContext,
     ) -> Result<Self, DataError> {
         let least = settings.least();
         if samples < least {
             let why = match settings.valid {
-                ValidSet::Fold(Fold { folds, .. }) => {
+                ValidSet::Fold(FoldIndex { folds, .. }) => {
                     let test = if settings.test_fraction > 0.0 { " and the test set" } else { "" };
                     format!("it has {samples}, and each of {folds} folds{test} needs at least one")
                 }
@@ -304,15 +304,15 @@ impl SplitPlan {
         let (assignment, warnings) = match (&settings.method, keys) {
             (SplitMethod::Random | SplitMethod::Last, _) => {
                 let split = settings.position_split(samples, settings.sizes(samples), draw);
-                (Assignment::Position(split), Vec::new())
+                (SplitAssignment::Position(split), Vec::new())
             }
             (SplitMethod::Stratified, Some(keys)) => {
                 let (table, warnings) = quotas::stratified(samples, settings, keys, draw, ctx)?;
-                (Assignment::Table(table), warnings)
+                (SplitAssignment::Table(table), warnings)
             }
             (SplitMethod::Grouped(by), Some(keys)) => {
                 let (table, warnings) = quotas::grouped(samples, settings, by, keys, draw, ctx)?;
-                (Assignment::Table(table), warnings)
+                (SplitAssignment::Table(table), warnings)
             }
             (SplitMethod::Stratified | SplitMethod::Grouped(_), None) => {
                 let expected = "the target is not a class";
@@ -344,8 +344,8 @@ impl SplitPlan {
 
     pub fn set_of(&self, index: u64) -> DatasetSplit {
         match &self.assignment {
-            Assignment::Position(split) => split.set_of(index),
-            Assignment::Table(table) => table.set_of(index),
+            SplitAssignment::Position(split) => split.set_of(index),
+            SplitAssignment::Table(table) => table.set_of(index),
         }
     }
 
@@ -357,24 +357,24 @@ impl SplitPlan {
     /// Number of samples of `set` below `index`.
     pub fn count_before(&self, set: DatasetSplit, index: u64) -> u64 {
         match &self.assignment {
-            Assignment::Position(split) => split.count_before(set, index),
-            Assignment::Table(table) => table.count_before(set, index),
+            SplitAssignment::Position(split) => split.count_before(set, index),
+            SplitAssignment::Table(table) => table.count_before(set, index),
         }
     }
 
     /// Index in the dataset of sample `i` of a set.
     pub fn index(&self, set: DatasetSplit, i: u64) -> u64 {
         match &self.assignment {
-            Assignment::Position(split) => split.index(set, i),
-            Assignment::Table(table) => table.index(set, i),
+            SplitAssignment::Position(split) => split.index(set, i),
+            SplitAssignment::Table(table) => table.index(set, i),
         }
     }
 
     /// Bytes of memory that the plan takes.
     pub fn resident_bytes(&self) -> u64 {
         match &self.assignment {
-            Assignment::Position(_) => 0,
-            Assignment::Table(table) => table.resident_bytes(),
+            SplitAssignment::Position(_) => 0,
+            SplitAssignment::Table(table) => table.resident_bytes(),
         }
     }
 

@@ -389,6 +389,11 @@ impl FlatLayout {
         self.specs.iter().zip(self.offsets.iter().copied())
     }
 
+    /// Number of values in these parameters.
+    pub fn num_values(&self, params: &[ParamId]) -> usize {
+        params.iter().map(|param| self.spec(param.index).len()).sum()
+    }
+
     /// The spec with this declaration index.
     pub fn spec(&self, index: usize) -> &TensorSpec {
         &self.specs[index]

@@ -14,6 +14,6 @@ mod thin;
 pub use differences::{Difference, differences};
 pub use event_reader::{EventReader, SkippedLines};
 pub use order::{SortKey, sort};
-pub use run_history::{Moment, PlannedPeak, RunHistory};
+pub use run_history::{MemoryMark, PlannedPeak, RunHistory};
 pub use run_record::{HistoryError, RecordedState, RunRecord, find_runs};
 pub use thin::{Curve, Point};

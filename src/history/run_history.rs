@@ -14,7 +14,7 @@ use crate::inference::generate::job_prompts::GeneratedTexts;
 use crate::planner::MemoryPlan;
 
 /// Moments kept; a run with more of them keeps the first.
-const MAX_MOMENTS: usize = 300;
+const MAX_MARKS: usize = 300;
 const MAX_PLANS: usize = 300;
 /// Newest events kept for people who watch.
 const MAX_MESSAGES: usize = 100;
@@ -38,7 +38,7 @@ pub mod quantity {
 
 /// Something that happened to the memory of a run, and when; the point's value is 0.
 #[derive(Clone, Debug)]
-pub struct Moment {
+pub struct MemoryMark {
     pub at: Point,
     pub event: Event,
 }
@@ -63,9 +63,9 @@ pub struct RunHistory {
     /// The last plan.
     pub plan: Option<MemoryPlan>,
     pub plans: Vec<PlannedPeak>,
-    pub moments: Vec<Moment>,
+    pub marks: Vec<MemoryMark>,
     /// Moments beyond those kept.
-    pub more_moments: u64,
+    pub more_marks: u64,
     /// The newest events but steps, oldest first.
     pub messages: VecDeque<EventRecord>,
     /// How the model continues the prompts of the job, once the run has ended.
@@ -84,8 +84,8 @@ impl RunHistory {
             metrics: Vec::new(),
             plan: None,
             plans: Vec::new(),
-            moments: Vec::new(),
-            more_moments: 0,
+            marks: Vec::new(),
+            more_marks: 0,
             messages: VecDeque::new(),
             generated: None,
             max_buckets,
@@ -114,7 +114,7 @@ impl RunHistory {
     ) -> Result<Option<Self>, HistoryError> {
         let (mut history, mut reader) = Self::open(root, max_buckets)?;
         let is_whole = history.update(&mut reader, limit)?;
-        if history.plans.is_empty() && history.curves.is_empty() && history.moments.is_empty() {
+        if history.plans.is_empty() && history.curves.is_empty() && history.marks.is_empty() {
             return Err(HistoryError::NoEvents(root.to_owned()));
         }
         history.generated = GeneratedTexts::read(&history.record.folder.generated());
@@ -149,10 +149,10 @@ impl RunHistory {
         }
     }
 
-    fn add_moment(&mut self, at: Point, event: &Event) {
-        match self.moments.len() < MAX_MOMENTS {
-            true => self.moments.push(Moment { at, event: event.clone() }),
-            false => self.more_moments += 1,
+    fn add_mark(&mut self, at: Point, event: &Event) {
+        match self.marks.len() < MAX_MARKS {
+            true => self.marks.push(MemoryMark { at, event: event.clone() }),
+            false => self.more_marks += 1,
         }
     }
 
@@ -225,8 +225,8 @@ impl RunHistory {
             | Event::Pressure { step, .. }
             | Event::Corrected { step, .. }
             | Event::Shrunk { step, .. }
-            | Event::Grown { step, .. } => self.add_moment(Point { step: *step, ..here }, &record.event),
-            Event::Restarted { .. } => self.add_moment(here, &record.event),
+            | Event::Grown { step, .. } => self.add_mark(Point { step: *step, ..here }, &record.event),
+            Event::Restarted { .. } => self.add_mark(here, &record.event),
             _ => {}
         }
         if !matches!(record.event, Event::Step { .. } | Event::Planned { .. } | Event::Checkpoint { .. }) {

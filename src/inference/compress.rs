@@ -81,12 +81,6 @@ pub struct Frontier {
     pub chosen: Option<usize>,
 }
 
-impl Frontier {
-    pub fn higher_is_better(&self) -> bool {
-        self.metric == "accuracy"
-    }
-}
-
 /// Evaluates all variants of `model`. The files of the chosen one are in the folder that is returned, below the
 /// scratch folder. `progress` is called with the variants done and their number.
 pub fn compress(

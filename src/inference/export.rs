@@ -48,7 +48,7 @@ use self::folded::{FoldedNetwork, Op, Restored};
 use self::folder::ExportFolder;
 use self::safetensors_file::TensorHeader;
 use self::tokenizer::ExportedTokenizer;
-use self::weights::{TensorFile, TensorMapping, Transform, WeightFiles, all_specs, by_param, restore};
+use self::weights::{SavedWeights, TensorFile, TensorMapping, Transform, all_specs, by_param, restore};
 use super::trained_model::TrainedModel;
 use crate::base::features::{Features, InputSpec};
 use crate::data::preprocessing::Preprocessing;
@@ -355,7 +355,7 @@ fn write_safetensors(
         .iter()
         .map(|mapping| TensorHeader { name: &mapping.target, shape: &mapping.shape })
         .collect();
-    let weights = WeightFiles::open(source.weights, source.statistics)?;
+    let weights = SavedWeights::open(source.weights, source.statistics)?;
     let mut values = |index: usize| {
         let values = mappings[index].read(&weights)?;
         progress.tensor_written(&mappings[index].target, bytes(&mappings[index]));
@@ -440,9 +440,9 @@ fn read_back_folded(
 /// The tensors of a written export.
 enum ExportedTensors {
     Safetensors(TensorFile),
-    Gguf(gguf::Reader),
-    Onnx(onnx::Reader),
-    Tflite(tflite::Reader),
+    Gguf(gguf::GgufReader),
+    Onnx(onnx::OnnxReader),
+    Tflite(tflite::TfliteReader),
 }
 
 impl ExportedTensors {
@@ -452,9 +452,9 @@ impl ExportedTensors {
             ExportFormat::Safetensors | ExportFormat::Hf => {
                 Self::Safetensors(TensorFile::open(&folder.join(safetensors_file::MODEL))?)
             }
-            ExportFormat::Gguf => Self::Gguf(gguf::Reader::open(&folder.join(gguf::FILE))?),
-            ExportFormat::Onnx => Self::Onnx(onnx::Reader::open(folder)?),
-            ExportFormat::Tflite => Self::Tflite(tflite::Reader::open(&folder.join(tflite::FILE))?),
+            ExportFormat::Gguf => Self::Gguf(gguf::GgufReader::open(&folder.join(gguf::FILE))?),
+            ExportFormat::Onnx => Self::Onnx(onnx::OnnxReader::open(folder)?),
+            ExportFormat::Tflite => Self::Tflite(tflite::TfliteReader::open(&folder.join(tflite::FILE))?),
         })
     }
 

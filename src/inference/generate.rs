@@ -302,18 +302,8 @@ impl<'a> Generator<'a> {
         let ids = Tensor::from_vec(ids, (rows.len(), length), self.device())?;
         let sample_ids: Vec<u64> = slots.iter().map(|slot| *slot as u64).collect();
         let pass = PassContext {
-            store: self.store,
-            mode: Mode::Eval,
-            seed: 0,
-            epoch: 0,
-            sample_ids: &sample_ids,
-            lengths: None,
-            sample_info: None,
-            loss_scale: 1.0,
-            copies: None,
             cache: Some(CachePass { cache: &self.cache, rows: cache_rows }),
-            teacher: None,
-            teacher_logits: None,
+            ..PassContext::new(self.store, Mode::Eval, &sample_ids)
         };
         let spec =
             MicroBatchSpec { batch: rows.len(), dtype: self.inputs.dtype, backend: self.inputs.backend };

@@ -47,13 +47,13 @@ pub struct PredictSummary {
 }
 
 /// The columns of a prediction.
-enum Task {
+enum PredictionColumns {
     Classification { names: Vec<String>, probabilities: bool },
     MultiLabel { names: Vec<String>, separator: String, probabilities: bool },
     Regression { targets: Vec<TargetScale> },
 }
 
-impl Task {
+impl PredictionColumns {
     fn new(model: &TrainedModel, dataset: &dyn Dataset, options: PredictOptions) -> Result<Self, Failure> {
         match &model.features().target {
             TargetSpec::Class { names } | TargetSpec::MixedClass { names } => {
@@ -77,7 +77,7 @@ impl Task {
 
     fn columns(&self) -> Vec<OutputColumn> {
         match self {
-            Task::Classification { names, probabilities } => {
+            PredictionColumns::Classification { names, probabilities } => {
                 let mut columns = vec![OutputColumn::text("prediction"), OutputColumn::number("probability")];
                 if *probabilities {
                     columns
@@ -85,7 +85,7 @@ impl Task {
                 }
                 columns
             }
-            Task::MultiLabel { names, probabilities, .. } => {
+            PredictionColumns::MultiLabel { names, probabilities, .. } => {
                 let mut columns = vec![OutputColumn::text("prediction")];
                 if *probabilities {
                     columns
@@ -93,7 +93,7 @@ impl Task {
                 }
                 columns
             }
-            Task::Regression { targets } => match &targets[..] {
+            PredictionColumns::Regression { targets } => match &targets[..] {
                 [_] => vec![OutputColumn::number("prediction")],
                 several => several
                     .iter()
@@ -105,7 +105,7 @@ impl Task {
 
     fn cells(&self, outputs: &[f32], scratch: &mut Vec<f64>, into: &mut Vec<Cell>) {
         match self {
-            Task::Classification { names, probabilities } => {
+            PredictionColumns::Classification { names, probabilities } => {
                 let class = argmax(outputs);
                 softmax(outputs, scratch);
                 into.push(Cell::Text(names[class].clone()));
@@ -114,7 +114,7 @@ impl Task {
                     into.extend(scratch.iter().map(|p| Cell::Number(*p as f32)));
                 }
             }
-            Task::MultiLabel { names, separator, probabilities } => {
+            PredictionColumns::MultiLabel { names, separator, probabilities } => {
                 let present = names.iter().zip(outputs).filter(|(_, logit)| **logit > 0.0);
                 let present: Vec<&str> = present.map(|(name, _)| name.as_str()).collect();
                 into.push(Cell::Text(present.join(separator)));
@@ -122,7 +122,7 @@ impl Task {
                     into.extend(outputs.iter().map(|logit| Cell::Number(sigmoid(f64::from(*logit)) as f32)));
                 }
             }
-            Task::Regression { targets } => into.extend(
+            PredictionColumns::Regression { targets } => into.extend(
                 outputs
                     .iter()
                     .zip(targets)
@@ -142,7 +142,7 @@ pub fn predict(
     (session, options): (&SessionOptions, PredictOptions),
     mut progress: impl FnMut(u64),
 ) -> Result<PredictSummary, Failure> {
-    let task = Task::new(model, dataset.as_ref(), options)?;
+    let task = PredictionColumns::new(model, dataset.as_ref(), options)?;
     let session = Session::load(model, dataset.as_ref(), PassOutput::Logits, session)?;
     let named = dataset.sample_name(0).is_some();
     let mut columns = Vec::new();

@@ -390,18 +390,10 @@ impl Session {
 
     fn pass<'a>(&'a self, epoch: u64, ids: &'a [u64], lengths: &'a [u32]) -> PassContext<'a> {
         PassContext {
-            store: &self.store,
-            mode: Mode::Eval,
             seed: self.seed,
             epoch,
-            sample_ids: ids,
             lengths: (!lengths.is_empty()).then_some(lengths),
-            sample_info: None,
-            loss_scale: 1.0,
-            copies: None,
-            cache: None,
-            teacher: None,
-            teacher_logits: None,
+            ..PassContext::new(&self.store, Mode::Eval, ids)
         }
     }
 

@@ -132,14 +132,11 @@ impl GenerationInputs<'_> {
         capacity: usize,
         tables: Option<&Arc<Rotary>>,
     ) -> Result<DecodingNetwork, GenerationPlanError> {
-        let decoding = self.build(length)?.network.for_decoding(slots, capacity, tables);
+        let BuiltModel { network, layout } = self.build(length)?;
+        let decoding = network.for_decoding(slots, capacity, tables);
         let decoding = decoding.map_err(|error: DecodingError| self.refuse(error.to_string()))?;
-        let network = match self.backend.is_reference() {
-            true => decoding.network.on_reference(),
-            false => {
-                decoding.network.fuse(MicroBatchSpec { batch: 1, dtype: self.dtype, backend: self.backend })
-            }
-        };
+        let spec = MicroBatchSpec { batch: 1, dtype: self.dtype, backend: self.backend };
+        let network = decoding.network.for_backend(spec, &layout.params);
         Ok(DecodingNetwork { network, ..decoding })
     }
 

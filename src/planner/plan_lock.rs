@@ -63,13 +63,13 @@ pub struct Margins {
 
 /// A difference between a plan and the locked one.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Difference {
+pub struct PlanDifference {
     pub key: String,
     pub was: String,
     pub now: String,
 }
 
-impl std::fmt::Display for Difference {
+impl std::fmt::Display for PlanDifference {
     fn fmt(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
         write!(f, "`{}` was {} and is {}", self.key, self.was, self.now)
     }
@@ -132,13 +132,13 @@ impl PlanLock {
 
 /// The differences between `now` and the locked plan. The verdict follows from the rest; a peak that is lower, or
 /// within the lock's margin, counts as the same plan on another machine.
-pub fn compare(lock: &PlanLock, now: &MemoryPlan) -> Vec<Difference> {
+pub fn compare(lock: &PlanLock, now: &MemoryPlan) -> Vec<PlanDifference> {
     let now = PlanLock::new(now, lock.machine.clone(), lock.margins.headroom).plan;
     let was = &lock.plan;
     let mut differences = Vec::new();
     let mut differ = |key: &str, was: String, now: String| {
         if was != now {
-            differences.push(Difference { key: key.into(), was, now });
+            differences.push(PlanDifference { key: key.into(), was, now });
         }
     };
     let split = |split: BatchSplit| format!("{} x {}", split.micro_batch, split.accumulation_steps);

@@ -11,7 +11,7 @@ use super::text;
 
 pub type DrawError = DrawingAreaErrorKind<std::io::Error>;
 type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
-type Plot<'a, 'b> = ChartContext<'a, SVGBackend<'b>, Cartesian2d<RangedCoordf64, RangedCoordf64>>;
+type PlotContext<'a, 'b> = ChartContext<'a, SVGBackend<'b>, Cartesian2d<RangedCoordf64, RangedCoordf64>>;
 
 /// Size in pixels. Pages show it at about half of that, so that whole pixels are fine enough.
 pub const SIZE: (u32, u32) = (960, 520);
@@ -90,7 +90,7 @@ pub fn draw<'a, 'b>(
     y: Range<f64>,
     unit: Unit,
     x_label: &dyn Fn(f64) -> String,
-) -> Result<Plot<'a, 'b>, DrawError> {
+) -> Result<PlotContext<'a, 'b>, DrawError> {
     // Round labels of bytes are multiples of a binary unit.
     let scale = unit.scale(y.end);
     let mut plot = ChartBuilder::on(area)

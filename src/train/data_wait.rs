@@ -69,7 +69,7 @@ impl LoaderBottleneck<'_> {
             _ if self.sequential => "unpack the files, so that all workers can read them at once",
             InputSpec::Tokens { .. } => "turn the text into tokens ahead, and train on `kind = \"tokens\"`",
             InputSpec::Floats { shape } if shape.len() == 3 => {
-                "store the pictures no larger than they are trained on, or transform them less"
+                "store the images no larger than they are trained on, or transform them less"
             }
             InputSpec::Floats { .. } | InputSpec::Tabular { .. } => {
                 "keep the files on a faster disk, or train on a machine with more cores"
@@ -113,7 +113,7 @@ mod tests {
         let advice = |bottleneck: LoaderBottleneck| bottleneck.advice().1;
         assert!(advice(bottleneck).contains("`data.workers = 4`"));
         let all = LoaderBottleneck { workers: 4, ..bottleneck };
-        assert!(advice(all).contains("pictures"));
+        assert!(advice(all).contains("images"));
         assert!(advice(LoaderBottleneck { features: &tokens, ..all }).contains("tokens"));
         assert!(advice(LoaderBottleneck { sequential: true, ..all }).contains("unpack"));
         let waits = WaitTimes { for_workers: Duration::ZERO, for_buffers: Duration::from_secs(1) };

@@ -361,18 +361,14 @@ impl<'a> Engine<'a> {
         let stored = stored.map(|stored| self.read_logits(stored, network, &batch.ids)).transpose();
         let stored = stored.map_err(|error| self.map_oom(error))?;
         let pass = PassContext {
-            store: &self.store,
-            mode,
             seed: self.setup.job.seed,
             epoch: batch.epoch,
-            sample_ids: &batch.ids,
             lengths: (!batch.lengths.is_empty()).then_some(&batch.lengths),
             sample_info: tensors.sample_info.as_ref(),
             loss_scale: scale / self.nominal_weight(),
-            copies: None,
-            cache: None,
             teacher: self.teacher.as_ref(),
             teacher_logits: stored.as_ref().map(|(logits, _)| TeacherLogits::Top(logits)),
+            ..PassContext::new(&self.store, mode, &batch.ids)
         };
         let (ledger, recompute_blocks, offload) =
             (&self.ledger, self.plan.recompute, self.activation_offload.as_ref());

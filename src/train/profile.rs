@@ -16,7 +16,7 @@ use crate::graph::node_timer::{self, NodePass, NodeSpan, Recorded, Spans};
 use crate::graph::offload::{ActivationOffload, CopySpeed};
 use crate::kernels::dispatch::{Dispatch, dispatch};
 use crate::kernels::kernel_timer::KernelSpan;
-use crate::kernels::moment::{Clock, Moment, TimeAxis};
+use crate::kernels::timestamp::{Clock, TimeAxis, Timestamp};
 use crate::planner::budget::TargetMachine;
 use crate::planner::execution_plan::Offload;
 use crate::planner::plan::{MemoryPlan, PlanVerdict};
@@ -204,7 +204,7 @@ pub fn profile(
     }
     let per_update = 1.0 / updates as f64;
     let profiled: f64 = recorded.iter().map(|update| update.origin.seconds_to(&update.end)).sum();
-    let timestamps: u64 = recorded.iter().map(|update| update.origin.moments_to(&update.end)).sum();
+    let timestamps: u64 = recorded.iter().map(|update| update.origin.timestamps_to(&update.end)).sum();
     let overhead = (profiled - unprofiled).max(0.0);
     let (mut parts, mut spans, mut seconds) = (Vec::new(), Spans::default(), 0.0);
     // On the time axis of the profile, each update begins where the one before ends.
@@ -252,9 +252,9 @@ const PROFILED_HEAD_START: f64 = 2.0;
 
 /// A profiled update, before its times are known.
 struct RecordedUpdate {
-    origin: Moment,
-    ends: Vec<(UpdatePart, Moment)>,
-    end: Moment,
+    origin: Timestamp,
+    ends: Vec<(UpdatePart, Timestamp)>,
+    end: Timestamp,
     nodes: Recorded,
 }
 
@@ -269,7 +269,7 @@ impl RecordedUpdate {
     /// On a time axis on which taking a timestamp takes no time, if each took `timestamp_s`.
     fn time_axis(&self, timestamp_s: f64) -> TimeAxis {
         let ends = self.ends.iter().map(|(_, end)| end).chain([&self.end]);
-        TimeAxis::new(&self.origin, ends.chain(self.nodes.moments()), timestamp_s)
+        TimeAxis::new(&self.origin, ends.chain(self.nodes.timestamps()), timestamp_s)
     }
 }
 

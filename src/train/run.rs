@@ -46,7 +46,7 @@ pub use options::{Observer, RunOptions, RunOutcome};
 use checkpoints::RunCheckpoints;
 use clock::RunClock;
 use context::RunContext;
-use evaluation::{Evaluation, EvaluationOutcome};
+use evaluation::{EvaluationOutcome, EvaluationState};
 use memory::MemoryControl;
 use skipped_records::SkippedRecordLog;
 use teacher_logits::LogitEntry;
@@ -135,7 +135,7 @@ struct Run<'a> {
     ctx: RunContext<'a>,
     clock: RunClock,
     memory: MemoryControl,
-    evaluation: Evaluation,
+    evaluation: EvaluationState,
     evaluation_file: PathBuf,
     checkpoints: RunCheckpoints,
     skipped_records: SkippedRecordLog,
@@ -164,7 +164,7 @@ impl<'a> Run<'a> {
             ctx,
             clock: RunClock::start(),
             memory,
-            evaluation: Evaluation::default(),
+            evaluation: EvaluationState::default(),
             evaluation_file: folder.evaluation(),
             checkpoints,
             skipped_records: SkippedRecordLog::default(),
@@ -188,7 +188,7 @@ impl<'a> Run<'a> {
         } else if self.evaluation.due {
             self.evaluate()?;
         } else if options.observer.is_none() && !self.ctx.position.is_at_end() {
-            Evaluation::warm_up(&mut self.ctx, &mut self.memory)?;
+            EvaluationState::warm_up(&mut self.ctx, &mut self.memory)?;
         }
         while !self.ctx.position.is_at_end() {
             if let Some(reason) = self.stop_reason() {

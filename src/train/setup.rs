@@ -492,10 +492,7 @@ pub fn fused_network(
     backend: Backend,
 ) -> Result<BuiltModel, ModelError> {
     let BuiltModel { network, layout } = crate::models::build_with(model, features, loss, rules)?;
-    let network = match backend.is_reference() {
-        true => network.on_reference(),
-        false => network.fuse(MicroBatchSpec { batch: 1, dtype, backend }),
-    };
+    let network = network.for_backend(MicroBatchSpec { batch: 1, dtype, backend }, &layout.params);
     Ok(BuiltModel { network, layout })
 }
 

@@ -46,14 +46,14 @@ pub struct Suggestion {
 
 /// The updates of a test, up to and including the one at which the loss diverges.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct Curve {
+pub struct LrCurve {
     pub points: Vec<LrPoint>,
     pub diverged: bool,
 }
 
 /// The curve of these updates, each with its step, rate and loss.
-pub fn curve(updates: impl IntoIterator<Item = (u64, f64, f64)>) -> Curve {
-    let (mut curve, mut mean, mut lowest) = (Curve::default(), 0.0, f64::INFINITY);
+pub fn curve(updates: impl IntoIterator<Item = (u64, f64, f64)>) -> LrCurve {
+    let (mut curve, mut mean, mut lowest) = (LrCurve::default(), 0.0, f64::INFINITY);
     for (step, lr, loss) in updates {
         mean = SMOOTHING * mean + (1.0 - SMOOTHING) * loss;
         let smoothed = mean / (1.0 - SMOOTHING.powi(curve.points.len() as i32 + 1));

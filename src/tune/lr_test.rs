@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use super::child::ChildOptions;
-use super::lr_range::{Curve, curve};
+use super::lr_range::{LrCurve, curve};
 use super::sweep::last_error;
 use crate::events::event::{Event, EventRecord};
 use crate::events::jsonl::{LineFile, complete_lines};
@@ -30,7 +30,7 @@ pub struct LrFolder {
 /// How a test ended.
 #[derive(Clone, Debug, PartialEq)]
 pub enum LrEnd {
-    Curve(Curve),
+    Curve(LrCurve),
     Stopped(Signal),
     /// The exit code of the run, and its error.
     Failed {
@@ -94,7 +94,7 @@ impl LrTest {
         folder: &LrFolder,
         child: &ChildOptions,
         signals: &Signals,
-        mut on_progress: impl FnMut(&Curve),
+        mut on_progress: impl FnMut(&LrCurve),
     ) -> Result<LrEnd, Failure> {
         write_atomic(&folder.job(), job.to_toml().as_bytes())?;
         let mut process = child.start(&folder.job(), &folder.run(), self.updates, &folder.log())?;
@@ -138,9 +138,9 @@ impl LrTest {
 }
 
 /// The curve of a run so far.
-fn read_curve(run: &RunDir) -> Result<Curve, Failure> {
+fn read_curve(run: &RunDir) -> Result<LrCurve, Failure> {
     if !run.events().exists() {
-        return Ok(Curve::default());
+        return Ok(LrCurve::default());
     }
     let failed = || Failure::io("read", run.events());
     let mut updates = Vec::new();

@@ -289,8 +289,8 @@ fn check_peaks(machine: &Runner, run: &RecordedRun, threads: usize, above: bool,
     let measured = if machine.on_gpu() { heap } else { heap.max(resident) };
     if above && planned > max_planned(measured) {
         let share = 100.0 * (planned as f64 / measured as f64 - 1.0);
-        let told = format!("{name}: planned {}, measured {} ({share:+.1} %)", mib(planned), mib(measured));
-        seen.add_violation(PLAN_BOUND, told);
+        let message = format!("{name}: planned {}, measured {} ({share:+.1} %)", mib(planned), mib(measured));
+        seen.add_violation(PLAN_BOUND, message);
     }
 }
 
@@ -399,7 +399,7 @@ fn check_same_result(written: &RecordedRun, other: &RecordedRun, seen: &mut Case
     let half = written.is_half_precision() || written.is_pruned() || written.is_quantized();
     for step in &a {
         let Some(other) = b.iter().find(|other| other.step == step.step) else {
-            seen.add_violation(SAME_LOSSES, format!("{name}: step {} was not told", step.step));
+            seen.add_violation(SAME_LOSSES, format!("{name}: step {} was not reported", step.step));
             break;
         };
         if step.digest != other.digest {
@@ -412,8 +412,9 @@ fn check_same_result(written: &RecordedRun, other: &RecordedRun, seen: &mut Case
         };
         if !agree {
             let how = if exact { "the same split" } else { "another split" };
-            let told = format!("{name}: step {}: {:?} and {:?} by {how}", step.step, step.loss, other.loss);
-            seen.add_violation(SAME_LOSSES, told);
+            let message =
+                format!("{name}: step {}: {:?} and {:?} by {how}", step.step, step.loss, other.loss);
+            seen.add_violation(SAME_LOSSES, message);
             break;
         }
     }

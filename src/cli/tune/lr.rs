@@ -12,7 +12,7 @@ use crate::cli::{CliError, CommonArgs, Exit, print_line, start_threads};
 use crate::report;
 use crate::train::Failure;
 use crate::train::signals::{LastWords, Signal, SignalSource, Signals};
-use crate::tune::lr_range::{Curve, Suggestion, suggest};
+use crate::tune::lr_range::{LrCurve, Suggestion, suggest};
 use crate::tune::lr_test::{LrEnd, LrFolder, LrTest};
 use crate::tune::{ChildOptions, Parameter};
 
@@ -104,14 +104,14 @@ pub fn run(path: &Path, bounds: LrBounds, updates: u64, common: &CommonArgs) -> 
 }
 
 /// The smoothed loss over the logarithm of the rate.
-fn chart(curve: &Curve) -> Vec<String> {
+fn chart(curve: &LrCurve) -> Vec<String> {
     let (Some(first), Some(last)) = (curve.points.first(), curve.points.last()) else { return Vec::new() };
     let losses: Vec<f64> = curve.points.iter().map(|point| point.smoothed).collect();
     let ends = (format!("{:.1e}", first.lr), format!("{:.1e}", last.lr));
     report::chart::lines(&losses, (&ends.0, &ends.1), CHART_COLUMNS, CHART_ROWS)
 }
 
-fn summary(curve: &Curve, suggestion: Option<Suggestion>, path: &Path, common: &CommonArgs) -> Vec<String> {
+fn summary(curve: &LrCurve, suggestion: Option<Suggestion>, path: &Path, common: &CommonArgs) -> Vec<String> {
     let last = curve.points.last().map_or(0.0, |point| point.lr);
     let mut lines = vec![match curve.diverged {
         true => format!("lr       the loss diverges at {last:.2e}, after {} updates", curve.points.len()),

@@ -72,7 +72,7 @@ fn file_type_name(kind: std::fs::FileType) -> &'static str {
 }
 
 #[cfg(not(unix))]
-fn name(_: std::fs::FileType) -> &'static str {
+fn file_type_name(_: std::fs::FileType) -> &'static str {
     "no regular file"
 }
 
@@ -91,7 +91,7 @@ fn open_nonblocking(path: &Path) -> io::Result<File> {
 }
 
 #[cfg(not(unix))]
-fn open_any(path: &Path) -> io::Result<File> {
+fn open_nonblocking(path: &Path) -> io::Result<File> {
     File::open(path)
 }
 

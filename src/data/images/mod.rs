@@ -44,7 +44,7 @@ use self::decode::ImageDecoder;
 use self::header::ImageHeader;
 use self::listing::{Extent, ImageListing};
 use self::source_kind::ImageSourceKind;
-use super::split::SampleKeys;
+use super::split::SplitKeys;
 use super::transforms::{
     Image, LargeImages, LargestImage, Pipeline, Pixels, Scratch, ScratchGuard, ScratchPool, scratch_bytes,
 };
@@ -83,7 +83,7 @@ pub struct ImageFiles {
 }
 
 /// The classes of the images.
-impl SampleKeys for ImageFiles {
+impl SplitKeys for ImageFiles {
     fn for_each(&self, visit: &mut dyn FnMut(u64) -> Result<(), DataError>) -> Result<(), DataError> {
         (0..self.listing.len()).try_for_each(|index| visit(u64::from(self.listing.class(index))))
     }

@@ -235,7 +235,7 @@ impl TextCorpus<'_> {
 mod tests {
     use super::*;
     use crate::cache::Cache;
-    use crate::split::{Fold, ValidSet};
+    use crate::split::{FoldIndex, ValidSet};
     use crate::{BatchRow, Dataset, SampleKey, SliceMut, published_dataset};
 
     struct TextFixture {
@@ -347,7 +347,7 @@ mod tests {
         let file = fixture.write("a", text.as_bytes());
         let mut validated = String::new();
         for index in 0..4 {
-            let valid = ValidSet::Fold(Fold { index, folds: 4 });
+            let valid = ValidSet::Fold(FoldIndex { index, folds: 4 });
             let split = SplitSettings { test_fraction: 0.2, valid, ..SplitSettings::random(0.0) };
             let settings = TextSettings { split, ..settings(vec![file.clone()], TokenizerSpec::Bytes, 4) };
             let sets = open(&settings, &fixture.ctx).unwrap();

@@ -3,7 +3,7 @@
 
 use std::ops::Range;
 
-use super::Fold;
+use super::FoldIndex;
 use crate::base::random::RngKey;
 
 /// Which of `samples` samples are selected; the others are the rest.
@@ -44,12 +44,12 @@ impl Division {
     }
 
     /// Selects a fold at random. The folds that have one sample more than others start with `first_larger`.
-    pub fn fold(samples: u64, fold: Fold, first_larger: u64, key: RngKey) -> Self {
+    pub fn fold(samples: u64, fold: FoldIndex, first_larger: u64, key: RngKey) -> Self {
         Division::Fold(FoldStrata { samples, fold, first_larger, key })
     }
 
     /// Selects a fold of consecutive samples.
-    pub fn consecutive_fold(samples: u64, fold: Fold) -> Self {
+    pub fn consecutive_fold(samples: u64, fold: FoldIndex) -> Self {
         Division::Range { samples, selected: fold.consecutive(samples) }
     }
 
@@ -162,7 +162,7 @@ impl Strata {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FoldStrata {
     samples: u64,
-    fold: Fold,
+    fold: FoldIndex,
     first_larger: u64,
     key: RngKey,
 }
@@ -170,7 +170,7 @@ pub struct FoldStrata {
 impl FoldStrata {
     /// The sample of this fold in a stratum.
     fn drawn(&self, stratum: u64) -> Option<u64> {
-        let Fold { index, folds } = self.fold;
+        let FoldIndex { index, folds } = self.fold;
         let start = stratum * folds;
         let width = folds.min(self.samples.saturating_sub(start));
         // The place of the fold among those that have a sample in the stratum.
@@ -223,7 +223,7 @@ mod tests {
             first in 0u64..12,
             seed: u64,
         ) {
-            let (key, fold) = (RngKey::new(seed, 1), Fold { index: index % folds, folds });
+            let (key, fold) = (RngKey::new(seed, 1), FoldIndex { index: index % folds, folds });
             let selected = selected.min(samples);
             check(&Division::random(samples, selected, key))?;
             check(&Division::last(samples, selected))?;
@@ -235,7 +235,7 @@ mod tests {
         /// Every sample is in exactly one fold, and the sizes of the folds differ by at most one.
         #[test]
         fn folds_partition_the_samples(samples in 1u64..200, folds in 2u64..12, first in 0u64..12, seed: u64) {
-            let fold = |index| Fold { index, folds };
+            let fold = |index| FoldIndex { index, folds };
             let random = |index| Division::fold(samples, fold(index), first, RngKey::new(seed, 1));
             let consecutive = |index| Division::consecutive_fold(samples, fold(index));
             for of in [&random as &dyn Fn(u64) -> Division, &consecutive] {

@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use crate::DataError;
 
 /// The class or the group of each sample.
-pub trait SampleKeys {
+pub trait SplitKeys {
     /// Calls `visit` with the key of each sample, in the order of the samples.
     fn for_each(&self, visit: &mut dyn FnMut(u64) -> Result<(), DataError>) -> Result<(), DataError>;
 
@@ -28,7 +28,7 @@ pub struct KeyFile {
     pub noun: &'static str,
 }
 
-impl SampleKeys for KeyFile {
+impl SplitKeys for KeyFile {
     fn for_each(&self, visit: &mut dyn FnMut(u64) -> Result<(), DataError>) -> Result<(), DataError> {
         let mut file = BufReader::new(File::open(&self.path).map_err(DataError::io(&self.path))?);
         let mut key = [0; 8];

@@ -4,7 +4,7 @@
 use std::collections::HashMap;
 use std::path::Path;
 
-use super::keys::SampleKeys;
+use super::keys::SplitKeys;
 use super::membership::Membership;
 use super::{DatasetSplit, FoldDraw, PositionSplit, SetSizes, SplitSettings, ValidSet};
 use crate::{DataError, DatasetContext};
@@ -28,7 +28,7 @@ struct Stratum {
 }
 
 /// The distinct keys in ascending order. Takes memory for each of them, which must fit the budget.
-fn count_keys(keys: &dyn SampleKeys, ctx: &DatasetContext) -> Result<Vec<KeyCount>, DataError> {
+fn count_keys(keys: &dyn SplitKeys, ctx: &DatasetContext) -> Result<Vec<KeyCount>, DataError> {
     // Lookup only: the result is sorted, so nothing depends on hash order.
     let mut counts: HashMap<u64, KeyCount> = HashMap::new();
     let mut index = 0;
@@ -48,7 +48,7 @@ fn count_keys(keys: &dyn SampleKeys, ctx: &DatasetContext) -> Result<Vec<KeyCoun
 /// Assigns each sample to the set that `set_of` chooses for its key.
 fn assign(
     samples: u64,
-    keys: &dyn SampleKeys,
+    keys: &dyn SplitKeys,
     ctx: &DatasetContext,
     mut set_of: impl FnMut(u64) -> Option<DatasetSplit>,
 ) -> Result<Membership, DataError> {
@@ -71,7 +71,7 @@ fn assign(
 pub fn stratified(
     samples: u64,
     settings: &SplitSettings,
-    keys: &dyn SampleKeys,
+    keys: &dyn SplitKeys,
     draw: FoldDraw,
     ctx: &DatasetContext,
 ) -> Result<(Membership, Vec<String>), DataError> {
@@ -147,7 +147,7 @@ pub fn grouped(
     samples: u64,
     settings: &SplitSettings,
     by: &str,
-    keys: &dyn SampleKeys,
+    keys: &dyn SplitKeys,
     draw: FoldDraw,
     ctx: &DatasetContext,
 ) -> Result<(Membership, Vec<String>), DataError> {

@@ -13,7 +13,7 @@ use crate::shapes::ShapesDataset;
 /// Keys in memory.
 struct Keys(Vec<u64>);
 
-impl SampleKeys for Keys {
+impl SplitKeys for Keys {
     fn for_each(&self, visit: &mut dyn FnMut(u64) -> Result<(), DataError>) -> Result<(), DataError> {
         self.0.iter().try_for_each(|key| visit(*key))
     }
@@ -42,7 +42,7 @@ fn method(i: usize) -> SplitMethod {
 }
 
 fn folds(number: u64, folds: u64, test_fraction: f64, method: SplitMethod) -> SplitSettings {
-    SplitSettings { test_fraction, valid: ValidSet::Fold(Fold { index: number, folds }), method }
+    SplitSettings { test_fraction, valid: ValidSet::Fold(FoldIndex { index: number, folds }), method }
 }
 
 /// (samples of class, samples of class in set) by class.

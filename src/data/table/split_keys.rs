@@ -8,7 +8,7 @@ use super::columns::{CellParser, Column, ColumnKind, suggest_column};
 use super::dataset::{OpenFormat, OpenedTable};
 use super::notation::Notation;
 use crate::cache::CacheKey;
-use crate::split::{KeyFile, SampleKeys, SplitMethod, SplitPlan, SplitSettings, key_of};
+use crate::split::{KeyFile, SplitKeys, SplitMethod, SplitPlan, SplitSettings, key_of};
 use crate::{DataError, DatasetContext};
 
 /// What a split of the rows of a table depends on.
@@ -49,7 +49,7 @@ impl OpenedTable {
             }
             None => None,
         };
-        SplitPlan::new(rows, split, keys.as_ref().map(|keys| keys as &dyn SampleKeys), ctx)
+        SplitPlan::new(rows, split, keys.as_ref().map(|keys| keys as &dyn SplitKeys), ctx)
     }
 
     fn group_column(&self, file: &Path, by: &str) -> Result<Column, DataError> {

@@ -12,11 +12,11 @@ use super::randaugment::Operation;
 struct Original {
     shape: [usize; 3],
     image: String,
-    cases: Vec<Case>,
+    cases: Vec<TransformCase>,
 }
 
 #[derive(Deserialize)]
-struct Case {
+struct TransformCase {
     expected: String,
     name: String,
     #[serde(default)]
@@ -37,7 +37,7 @@ struct Case {
     negative: bool,
 }
 
-impl Case {
+impl TransformCase {
     fn ours(&self, shape: [usize; 3], mut image: Vec<u8>) -> Vec<u8> {
         let mut spare = Vec::new();
         match self.name.as_str() {

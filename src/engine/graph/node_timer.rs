@@ -7,7 +7,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use crate::kernels::kernel_timer::{self, KernelCall, KernelSpan};
-use crate::kernels::moment::{Clock, Moment, TimeAxis};
+use crate::kernels::timestamp::{Clock, TimeAxis, Timestamp};
 use crate::memory::gpu::GpuDevice;
 use crate::memory::{Ledger, measure};
 
@@ -59,14 +59,14 @@ impl Spans {
     }
 }
 
-struct Recording {
+struct NodeRecording {
     clock: Clock,
     gpu: Option<Arc<GpuDevice>>,
     /// Their times are known when the recording ends.
-    spans: Vec<(NodeSpan, Moment, Moment)>,
+    spans: Vec<(NodeSpan, Timestamp, Timestamp)>,
 }
 
-impl Recording {
+impl NodeRecording {
     /// Bytes of the live tensors, and their peak since the last call, where they are.
     fn take_heap_peak(&self) -> (u64, u64) {
         match &self.gpu {
@@ -77,7 +77,7 @@ impl Recording {
 }
 
 thread_local! {
-    static RECORDING: RefCell<Option<Recording>> = const { RefCell::new(None) };
+    static RECORDING: RefCell<Option<NodeRecording>> = const { RefCell::new(None) };
 }
 
 /// Passes that a recording has room for from the start, so that its growth is not measured as memory of a node.
@@ -86,12 +86,12 @@ const EXPECTED_SPANS: usize = 1024;
 /// Records the nodes and the kernels that this thread runs, on `gpu` or on the CPU, until [`take`].
 pub fn start(clock: Clock, gpu: Option<Arc<GpuDevice>>) {
     kernel_timer::start(clock.clone());
-    RECORDING.set(Some(Recording { clock, gpu, spans: Vec::with_capacity(EXPECTED_SPANS) }));
+    RECORDING.set(Some(NodeRecording { clock, gpu, spans: Vec::with_capacity(EXPECTED_SPANS) }));
 }
 
 /// A recording that has ended. Its times are known once the device has run it.
 pub struct Recorded {
-    nodes: Vec<(NodeSpan, Moment, Moment)>,
+    nodes: Vec<(NodeSpan, Timestamp, Timestamp)>,
     kernels: Vec<KernelCall>,
 }
 
@@ -103,13 +103,13 @@ pub fn take() -> Recorded {
 
 impl Recorded {
     /// All that were taken.
-    pub fn moments(&self) -> impl Iterator<Item = &Moment> {
+    pub fn timestamps(&self) -> impl Iterator<Item = &Timestamp> {
         let of_nodes = self.nodes.iter().flat_map(|(_, start, end)| [start, end]);
-        of_nodes.chain(self.kernels.iter().flat_map(KernelCall::moments))
+        of_nodes.chain(self.kernels.iter().flat_map(KernelCall::timestamps))
     }
 
     pub fn spans(self, axis: &TimeAxis) -> Spans {
-        let with_times = |(span, start, end): (NodeSpan, Moment, Moment)| {
+        let with_times = |(span, start, end): (NodeSpan, Timestamp, Timestamp)| {
             let start_s = axis.seconds(&start);
             NodeSpan { start_s, seconds: axis.seconds(&end) - start_s, ..span }
         };

@@ -67,9 +67,9 @@ type WriteBody<'a, T> = dyn FnMut(&mut [T]) + 'a;
 
 /// Not generic over `body`: candle's `inplace_op1` is a lot of code, and would be compiled for every caller.
 fn write_slice<T: WithDTypeMut>(tensor: &Tensor, body: &mut WriteBody<T>) -> Result<()> {
-    struct Op<'a, T>(RefCell<&'a mut WriteBody<'a, T>>);
+    struct InPlaceWrite<'a, T>(RefCell<&'a mut WriteBody<'a, T>>);
 
-    impl<T: WithDTypeMut> InplaceOp1 for Op<'_, T> {
+    impl<T: WithDTypeMut> InplaceOp1 for InPlaceWrite<'_, T> {
         fn name(&self) -> &'static str {
             "update"
         }
@@ -86,7 +86,7 @@ fn write_slice<T: WithDTypeMut>(tensor: &Tensor, body: &mut WriteBody<T>) -> Res
         }
     }
 
-    tensor.inplace_op1(&Op(RefCell::new(body)))
+    tensor.inplace_op1(&InPlaceWrite(RefCell::new(body)))
 }
 
 /// Types whose storage can be written in place.

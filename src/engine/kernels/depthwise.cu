@@ -7,24 +7,24 @@
 
 namespace {
 
-// Geometry of a sum over windows: the forward pass or, with the kernel flipped (`turned`) and stride 1, the input
+// Geometry of a sum over windows: the forward pass or, with the kernel `flipped` and stride 1, the input
 // gradient.
 struct Windows {
     int batch, height, width, out_height, out_width, channels, kernel, stride, padding, dilation;
-    bool turned;
+    bool flipped;
     __host__ __device__ int cells() const { return kernel * kernel; }
 };
 
-// Loads the weights of a block's channels as (cells, block_cols * N), flipped if `turned`.
+// Loads the weights of a block's channels as (cells, block_cols * N), flipped if `flipped`.
 template <int N, class T>
 __device__ __forceinline__ void load_weights(const T *weight, Acc<T> *to, const BlockLayout &layout, int channels, int cells,
-                                     bool turned) {
+                                     bool flipped) {
     int first = int(blockIdx.x % layout.tiles_x) * layout.block_cols * N, width = layout.block_cols * N;
     for (int i = threadIdx.x; i < width * cells; i += blockDim.x) {
         int channel = i / cells, cell = i % cells;
         Acc<T> w = 0;
         if (first + channel < channels) w = to_acc(weight[int64_t(first + channel) * cells + cell]);
-        to[(turned ? cells - 1 - cell : cell) * width + channel] = w;
+        to[(flipped ? cells - 1 - cell : cell) * width + channel] = w;
     }
     __syncthreads();
 }
@@ -55,12 +55,12 @@ __global__ void __launch_bounds__(COLUMN_THREADS, K == 3 ? 2 : 1)
     strips(const T *__restrict__ x, const T *__restrict__ weight, T *__restrict__ y, Windows g, BlockLayout layout,
            int64_t work) {
     using R = Acc<T>;
-    R *turned = dynamic_smem<R>();
-    load_weights<N>(weight, turned, layout, g.channels, K * K, g.turned);
+    R *weights = dynamic_smem<R>();
+    load_weights<N>(weight, weights, layout, g.channels, K * K, g.flipped);
     int tx = threadIdx.x % layout.block_cols, ty = threadIdx.x / layout.block_cols;
     int pack = int(blockIdx.x % layout.tiles_x) * layout.block_cols + tx;
     if (pack >= layout.packs) return;
-    const R *w = turned + tx * N;
+    const R *w = weights + tx * N;
     auto zero = zero_pack<T, N>();
     int tiles_x = (g.out_width + W - 1) / W, width = layout.block_cols * N;
     int64_t step = int64_t(gridDim.x / layout.tiles_x) * layout.block_rows;
@@ -112,8 +112,8 @@ __global__ void __launch_bounds__(COLUMN_THREADS, 2)
     forward_columns(const T *__restrict__ x, const T *__restrict__ weight, T *__restrict__ y, Windows g, BlockLayout layout,
             int64_t work) {
     using R = Acc<T>;
-    R *turned = dynamic_smem<R>();
-    load_weights<N>(weight, turned, layout, g.channels, 9, g.turned);
+    R *weights = dynamic_smem<R>();
+    load_weights<N>(weight, weights, layout, g.channels, 9, g.flipped);
     int tx = threadIdx.x % layout.block_cols, ty = threadIdx.x / layout.block_cols;
     int pack = int(blockIdx.x % layout.tiles_x) * layout.block_cols + tx, width = layout.block_cols * N;
     if (pack >= layout.packs) return;
@@ -121,7 +121,7 @@ __global__ void __launch_bounds__(COLUMN_THREADS, 2)
 #pragma unroll
     for (int cell = 0; cell < 9; cell++)
 #pragma unroll
-        for (int k = 0; k < N; k++) w[cell][k] = turned[cell * width + tx * N + k];
+        for (int k = 0; k < N; k++) w[cell][k] = weights[cell * width + tx * N + k];
     auto zero = zero_pack<T, N>();
     unsigned tiles_x = (g.out_width + W - 1) / W, runs = (g.out_height + RUN - 1) / RUN;
     int64_t step = int64_t(gridDim.x / layout.tiles_x) * layout.block_rows;
@@ -174,12 +174,12 @@ __global__ void __launch_bounds__(COLUMN_THREADS)
     pixels(const T *__restrict__ x, const T *__restrict__ weight, T *__restrict__ y, Windows g, BlockLayout layout,
            int64_t work) {
     using R = Acc<T>;
-    R *turned = dynamic_smem<R>();
-    load_weights<N>(weight, turned, layout, g.channels, g.cells(), g.turned);
+    R *weights = dynamic_smem<R>();
+    load_weights<N>(weight, weights, layout, g.channels, g.cells(), g.flipped);
     int tx = threadIdx.x % layout.block_cols, ty = threadIdx.x / layout.block_cols;
     int pack = int(blockIdx.x % layout.tiles_x) * layout.block_cols + tx, width = layout.block_cols * N;
     if (pack >= layout.packs) return;
-    const R *w = turned + tx * N;
+    const R *w = weights + tx * N;
     int64_t step = int64_t(gridDim.x / layout.tiles_x) * layout.block_rows;
     for (int64_t i = int64_t(blockIdx.x / layout.tiles_x) * layout.block_rows + ty; i < work; i += step) {
         int64_t line = i / g.out_width, image = line / g.out_height;
@@ -210,12 +210,12 @@ __global__ void __launch_bounds__(COLUMN_THREADS, 2)
     input_gradient_3x3s2(const T *__restrict__ dy, const T *__restrict__ weight, T *__restrict__ dx, Windows g, BlockLayout layout,
             int64_t work) {
     using R = Acc<T>;
-    R *turned = dynamic_smem<R>();
-    load_weights<N>(weight, turned, layout, g.channels, 9, false);
+    R *weights = dynamic_smem<R>();
+    load_weights<N>(weight, weights, layout, g.channels, 9, false);
     int tx = threadIdx.x % layout.block_cols, ty = threadIdx.x / layout.block_cols;
     int pack = int(blockIdx.x % layout.tiles_x) * layout.block_cols + tx, width = layout.block_cols * N;
     if (pack >= layout.packs) return;
-    const R *w = turned + tx * N;
+    const R *w = weights + tx * N;
     auto zero = zero_pack<T, N>();
     int tiles_x = (g.width + 2 * W - 1) / (2 * W), down_by = (g.height + 1) / 2;
     int64_t step = int64_t(gridDim.x / layout.tiles_x) * layout.block_rows;
@@ -261,12 +261,12 @@ __global__ void __launch_bounds__(COLUMN_THREADS)
     input_gradient(const T *__restrict__ dy, const T *__restrict__ weight, T *__restrict__ dx, Windows g, BlockLayout layout,
             int64_t work) {
     using R = Acc<T>;
-    R *turned = dynamic_smem<R>();
-    load_weights<N>(weight, turned, layout, g.channels, g.cells(), false);
+    R *weights = dynamic_smem<R>();
+    load_weights<N>(weight, weights, layout, g.channels, g.cells(), false);
     int tx = threadIdx.x % layout.block_cols, ty = threadIdx.x / layout.block_cols;
     int pack = int(blockIdx.x % layout.tiles_x) * layout.block_cols + tx, width = layout.block_cols * N;
     if (pack >= layout.packs) return;
-    const R *w = turned + tx * N;
+    const R *w = weights + tx * N;
     int64_t step = int64_t(gridDim.x / layout.tiles_x) * layout.block_rows;
     for (int64_t i = int64_t(blockIdx.x / layout.tiles_x) * layout.block_rows + ty; i < work; i += step) {
         int64_t line = i / g.width, image = line / g.height;

@@ -76,10 +76,10 @@ mod tests {
     fn non_finite_or_empty_updates_are_skipped() {
         let terms = GradStatsConfig { divisor: 20.0, loss_scale: 1.0, max_norm: Some(1.0) };
         let lost = MetricSums { loss: f64::INFINITY, ..METRICS };
-        for (tally, squares) in
+        for (sums, squares) in
             [(METRICS, f64::NAN), (METRICS, f64::INFINITY), (lost, 1.0), (MetricSums::default(), 0.0)]
         {
-            assert!(terms.compute(tally, squares).grad_scale.is_nan(), "{tally:?} {squares}");
+            assert!(terms.compute(sums, squares).grad_scale.is_nan(), "{sums:?} {squares}");
         }
         assert_eq!(terms.compute(MetricSums::default(), 0.0).norm, 0.0);
     }
@@ -107,9 +107,9 @@ mod tests {
             let grads = Tensor::new(&[0.5f32, -0.25, 3.0, 1e-3, 7.0], &device).unwrap();
             let terms = GradStatsConfig { divisor: 24.0, loss_scale: 3.0, max_norm: clip };
             let found = grad_stats.launch(&counted, &grads, &terms).unwrap().read().unwrap();
-            let mut tally = MetricSums::default();
-            counted.iter().for_each(|part| tally += part.read().unwrap());
-            let wanted = terms.compute(tally, sum_of_squares(&grads).unwrap());
+            let mut sums = MetricSums::default();
+            counted.iter().for_each(|part| sums += part.read().unwrap());
+            let wanted = terms.compute(sums, sum_of_squares(&grads).unwrap());
             assert_eq!(format!("{found:?}"), format!("{wanted:?}"));
         }
     }

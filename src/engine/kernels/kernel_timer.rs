@@ -7,7 +7,7 @@
 
 use std::cell::{Cell, RefCell};
 
-use super::moment::{Clock, Moment, TimeAxis};
+use super::timestamp::{Clock, TimeAxis, Timestamp};
 
 /// One call of a kernel.
 #[derive(Clone, Copy, Debug)]
@@ -23,14 +23,14 @@ pub struct KernelSpan {
 /// A call that has ended. Its times are known once the device has run it.
 pub struct KernelCall {
     kernel: &'static str,
-    start: Moment,
-    end: Moment,
+    start: Timestamp,
+    end: Timestamp,
     /// Kernels that it ran within.
     depth: usize,
 }
 
 #[derive(Default)]
-struct Recording {
+struct KernelRecording {
     clock: Clock,
     calls: Vec<KernelCall>,
     /// Kernels that are running.
@@ -39,8 +39,8 @@ struct Recording {
 
 thread_local! {
     static IS_RECORDING: Cell<bool> = const { Cell::new(false) };
-    static RECORDING: RefCell<Recording> =
-        const { RefCell::new(Recording { clock: Clock::Host, calls: Vec::new(), depth: 0 }) };
+    static RECORDING: RefCell<KernelRecording> =
+        const { RefCell::new(KernelRecording { clock: Clock::Host, calls: Vec::new(), depth: 0 }) };
 }
 
 /// Calls that a recording has room for from the start, so that its growth is not measured as memory of a layer.
@@ -48,7 +48,7 @@ const EXPECTED_CALLS: usize = 4096;
 
 /// Records the kernels that this thread calls until [`take`].
 pub fn start(clock: Clock) {
-    RECORDING.set(Recording { clock, calls: Vec::with_capacity(EXPECTED_CALLS), depth: 0 });
+    RECORDING.set(KernelRecording { clock, calls: Vec::with_capacity(EXPECTED_CALLS), depth: 0 });
     IS_RECORDING.set(true);
 }
 
@@ -64,7 +64,7 @@ pub fn take() -> Vec<KernelCall> {
 }
 
 impl KernelCall {
-    pub fn moments(&self) -> [&Moment; 2] {
+    pub fn timestamps(&self) -> [&Timestamp; 2] {
         [&self.start, &self.end]
     }
 }
@@ -88,7 +88,7 @@ pub fn spans(calls: Vec<KernelCall>, axis: &TimeAxis) -> Vec<KernelSpan> {
 pub struct KernelScope {
     module: &'static str,
     /// `None` once it has ended.
-    start: Option<Moment>,
+    start: Option<Timestamp>,
 }
 
 /// A scope of the kernel in this module, if this thread has a recording.
@@ -138,7 +138,7 @@ mod tests {
         }
         assert_eq!(count(), 3);
         let calls = take();
-        let axis = TimeAxis::new(&origin, calls.iter().flat_map(KernelCall::moments), 0.0);
+        let axis = TimeAxis::new(&origin, calls.iter().flat_map(KernelCall::timestamps), 0.0);
         let spans = spans(calls, &axis);
         assert_eq!(spans.iter().map(|span| span.kernel).collect::<Vec<_>>(), ["matmul", "matmul", "linear"]);
         let sum: f64 = spans.iter().map(|span| span.self_seconds).sum();

@@ -46,7 +46,7 @@ impl PendingMetricSums {
     /// The sums; synchronizes if they are pending.
     pub fn read(&self) -> Result<MetricSums> {
         match self {
-            PendingMetricSums::Ready(tally) => Ok(*tally),
+            PendingMetricSums::Ready(sums) => Ok(*sums),
             PendingMetricSums::OnDevice(sums) => match sums.to_vec1::<f64>()?[..] {
                 [loss, weight, count, top1, top5] => {
                     Ok(MetricSums { loss, weight, count: count as u64, top1: top1 as u64, top5: top5 as u64 })
@@ -73,8 +73,8 @@ impl PendingMetricSums {
 }
 
 impl From<MetricSums> for PendingMetricSums {
-    fn from(tally: MetricSums) -> Self {
-        PendingMetricSums::Ready(tally)
+    fn from(sums: MetricSums) -> Self {
+        PendingMetricSums::Ready(sums)
     }
 }
 

@@ -56,7 +56,6 @@ pub mod low_rank;
 pub mod mask;
 pub mod matmul;
 pub mod metric_sums;
-pub mod moment;
 pub mod norm;
 pub mod packed_linear;
 pub mod parallel;
@@ -69,6 +68,7 @@ pub mod sample_keys;
 pub mod scale;
 pub mod swiglu;
 mod symmetric_eigen;
+pub mod timestamp;
 pub mod transpose;
 pub mod update;
 

@@ -59,10 +59,6 @@ impl Layer for ActivationLayer {
             ..Cost::default()
         }
     }
-
-    fn num_parameters(&self) -> usize {
-        0
-    }
 }
 
 #[cfg(test)]

@@ -206,10 +206,6 @@ impl Layer for BatchNorm {
         if self.is_frozen() { 1 } else { self.group_size }
     }
 
-    fn num_parameters(&self) -> usize {
-        2 * self.channels()
-    }
-
     fn params(&self) -> Vec<ParamId> {
         vec![self.weight, self.bias]
     }
@@ -333,20 +329,7 @@ mod tests {
         )
         .unwrap();
         let ids: Vec<u64> = (0..batch as u64).collect();
-        let pass = PassContext {
-            store: &store,
-            mode: Mode::Train,
-            seed: 0,
-            epoch: 0,
-            sample_ids: &ids,
-            lengths: None,
-            sample_info: None,
-            loss_scale: 1.0,
-            copies: None,
-            cache: None,
-            teacher: None,
-            teacher_logits: None,
-        };
+        let pass = PassContext::new(&store, Mode::Train, &ids);
         let x =
             random_tensor(&[batch, 20, 20, c], 5).affine(3.0, 1000.0).unwrap().to_dtype(DType::F32).unwrap();
         let y = to_f64_vec(&layer.forward(&x, &pass).unwrap().0);

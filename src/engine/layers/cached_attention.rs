@@ -59,8 +59,4 @@ impl Layer for CachedAttention {
             ..Cost::default()
         }
     }
-
-    fn num_parameters(&self) -> usize {
-        0
-    }
 }

@@ -17,7 +17,6 @@ pub struct CategoricalEmbedding {
     pub table_shapes: Vec<(usize, usize)>,
     /// Values per sample in the output.
     output_width: usize,
-    num_parameters: usize,
 }
 
 /// Embedding dimension for a categorical column: half its cardinality, rounded up, at most 50.
@@ -47,7 +46,6 @@ impl CategoricalEmbedding {
             tables: cardinalities.iter().enumerate().map(table).collect(),
             table_shapes: cardinalities.iter().map(|rows| (*rows, embedding_dim(*rows))).collect(),
             output_width: num_numeric + cardinalities.iter().map(|rows| embedding_dim(*rows)).sum::<usize>(),
-            num_parameters: cardinalities.iter().map(|rows| rows * embedding_dim(*rows)).sum(),
         }
     }
 
@@ -96,10 +94,6 @@ impl Layer for CategoricalEmbedding {
             backward_workspace: backward,
             ..Cost::default()
         }
-    }
-
-    fn num_parameters(&self) -> usize {
-        self.num_parameters
     }
 
     fn params(&self) -> Vec<ParamId> {

@@ -79,10 +79,6 @@ impl Layer for ClassToken {
         }
     }
 
-    fn num_parameters(&self) -> usize {
-        (self.length + 1) * self.width
-    }
-
     fn params(&self) -> Vec<ParamId> {
         vec![self.class, self.positions]
     }

@@ -122,12 +122,6 @@ impl Layer for Conv2d {
         }
     }
 
-    fn num_parameters(&self) -> usize {
-        let g = &self.geometry;
-        g.out_channels * g.kernel * g.kernel * g.in_channels / g.groups
-            + self.bias.map_or(0, |_| g.out_channels)
-    }
-
     fn params(&self) -> Vec<ParamId> {
         std::iter::once(self.weight).chain(self.bias).collect()
     }

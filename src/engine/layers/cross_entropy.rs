@@ -17,8 +17,6 @@ pub struct CrossEntropy {
     pub name: String,
     /// (classes, width); may belong to another layer, as in a language model with tied embeddings.
     pub weight: ParamId,
-    /// The weight belongs to another layer.
-    pub tied: bool,
     pub bias: Option<ParamId>,
     /// Rows per sample: 1, or the positions of a sequence.
     pub positions: usize,
@@ -105,11 +103,6 @@ impl Loss for CrossEntropy {
         }
     }
 
-    fn num_parameters(&self) -> usize {
-        let weight = if self.tied { 0 } else { self.width * self.classes };
-        weight + self.bias.map_or(0, |_| self.classes)
-    }
-
     fn params(&self) -> Vec<ParamId> {
         std::iter::once(self.weight).chain(self.bias).collect()
     }
@@ -139,7 +132,6 @@ mod tests {
         CrossEntropy {
             name: "head".into(),
             weight: d.param("head.weight", [classes, width], ParamInit::Normal(1.0)),
-            tied: false,
             bias: bias.then(|| d.param("head.bias", [classes], ParamInit::Normal(1.0))),
             positions: 1,
             width,

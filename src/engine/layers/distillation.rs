@@ -111,10 +111,6 @@ impl Loss for Distillation {
         Cost { backward_workspace: hard.backward_workspace.max(soft), flops: 2 * hard.flops, ..hard }
     }
 
-    fn num_parameters(&self) -> usize {
-        self.hard.num_parameters()
-    }
-
     fn params(&self) -> Vec<ParamId> {
         self.hard.params()
     }
@@ -140,7 +136,6 @@ mod tests {
         let hard = CrossEntropy {
             name: "head".into(),
             weight: d.param("head.weight", [classes, width], ParamInit::Normal(1.0)),
-            tied: false,
             bias: Some(d.param("head.bias", [classes], ParamInit::Normal(1.0))),
             positions: 1,
             width,

@@ -58,10 +58,6 @@ impl Layer for Dropout {
             ..Cost::default()
         }
     }
-
-    fn num_parameters(&self) -> usize {
-        0
-    }
 }
 
 #[cfg(test)]

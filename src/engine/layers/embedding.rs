@@ -17,7 +17,6 @@ pub struct Embedding {
     length: usize,
     vocab: usize,
     width: usize,
-    num_parameters: usize,
 }
 
 impl Embedding {
@@ -30,7 +29,6 @@ impl Embedding {
         init: ParamInit,
     ) -> Self {
         let token_table = registry.table(weight, [vocab, width], init);
-        let num_parameters = vocab * width;
         Self {
             name: name.into(),
             token_table,
@@ -39,7 +37,6 @@ impl Embedding {
             length,
             vocab,
             width,
-            num_parameters,
         }
     }
 
@@ -52,7 +49,6 @@ impl Embedding {
         init: ParamInit,
     ) -> Self {
         self.position_table = Some(registry.table(weight, [context, self.width], init));
-        self.num_parameters += context * self.width;
         self
     }
 
@@ -65,7 +61,6 @@ impl Embedding {
         init: ParamInit,
     ) -> Self {
         self.token_type_table = Some(registry.table(weight, [token_types, self.width], init));
-        self.num_parameters += token_types * self.width;
         self
     }
 
@@ -132,10 +127,6 @@ impl Layer for Embedding {
             },
             ..Cost::default()
         }
-    }
-
-    fn num_parameters(&self) -> usize {
-        self.num_parameters
     }
 
     fn params(&self) -> Vec<ParamId> {

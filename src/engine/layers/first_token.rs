@@ -58,10 +58,6 @@ impl Layer for FirstToken {
         let output = spec.bytes(self.width);
         Cost { input_grad: spec.bytes(self.length * self.width), output, ..Cost::default() }
     }
-
-    fn num_parameters(&self) -> usize {
-        0
-    }
 }
 
 #[cfg(test)]

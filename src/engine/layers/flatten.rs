@@ -57,10 +57,6 @@ impl Layer for Flatten {
         let bytes = if self.transpose_dims().is_some() { spec.bytes(self.len()) } else { 0 };
         Cost { input_grad: bytes, output: bytes, output_is_view: bytes == 0, ..Cost::default() }
     }
-
-    fn num_parameters(&self) -> usize {
-        0
-    }
 }
 
 #[cfg(test)]

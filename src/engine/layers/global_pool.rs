@@ -47,10 +47,6 @@ impl Layer for GlobalAvgPool {
             ..Cost::default()
         }
     }
-
-    fn num_parameters(&self) -> usize {
-        0
-    }
 }
 
 #[cfg(test)]

@@ -24,9 +24,13 @@ pub fn is_reference_under_test() -> bool {
 }
 
 /// A layer on the backend under test. Its passes run within the scope.
-fn on_test_backend(layer: Box<dyn Layer>) -> (Box<dyn Layer>, ReferenceScope) {
+fn on_test_backend(layer: Box<dyn Layer>, registry: &ParamRegistry) -> (Box<dyn Layer>, ReferenceScope) {
     let reference = is_reference_under_test();
-    let layer = if reference { Box::new(ReferenceLayer(layer)) } else { layer };
+    let on_reference = |layer| {
+        let layout = registry.clone().into_layout().unwrap();
+        Box::new(ReferenceLayer::new(layer, &layout.params))
+    };
+    let layer = if reference { on_reference(layer) } else { layer };
     (layer, ReferenceScope::enter(reference))
 }
 
@@ -91,20 +95,7 @@ impl TestContext {
     }
 
     pub fn pass(&self, mode: Mode) -> PassContext<'_> {
-        PassContext {
-            store: &self.store,
-            mode,
-            seed: 3,
-            epoch: 2,
-            sample_ids: &self.sample_ids,
-            lengths: None,
-            sample_info: None,
-            loss_scale: 1.0,
-            copies: None,
-            cache: None,
-            teacher: None,
-            teacher_logits: None,
-        }
+        PassContext { seed: 3, epoch: 2, ..PassContext::new(&self.store, mode, &self.sample_ids) }
     }
 }
 
@@ -194,7 +185,8 @@ pub fn assert_gradient(what: &str, gradient: &Tensor, expected: Vec<(usize, f64)
 /// Checks the gradients of every parameter, and of the input if it is f64, against finite differences in f64.
 pub fn check_finite_differences(build: &dyn Fn(&mut ParamRegistry) -> Box<dyn Layer>, x: &Tensor) {
     let mut registry = ParamRegistry::default();
-    let (layer, _scope) = on_test_backend(build(&mut registry));
+    let layer = build(&mut registry);
+    let (layer, _scope) = on_test_backend(layer, &registry);
     let subject = TestContext::new(registry, DType::F64, x.dim(0).unwrap());
     let pass = subject.pass(Mode::Train);
     let (y, saved) = layer.forward(x, &pass).unwrap();
@@ -232,7 +224,8 @@ pub fn check_against_autograd(
     reference: &dyn Fn(&Tensor, &[Tensor]) -> candle_core::Result<Tensor>,
 ) {
     let mut registry = ParamRegistry::default();
-    let (layer, _scope) = on_test_backend(build(&mut registry));
+    let layer = build(&mut registry);
+    let (layer, _scope) = on_test_backend(layer, &registry);
     let subject = TestContext::new(registry, DType::F32, x.dim(0).unwrap());
     let pass = subject.pass(Mode::Train);
     let differentiable = x.dtype() == DType::F64;
@@ -335,7 +328,8 @@ fn check_cost_of_trained(
             continue; // As in `check_bf16`.
         }
         let mut registry = ParamRegistry::default();
-        let (layer, _scope) = on_test_backend(build(&mut registry));
+        let layer = build(&mut registry);
+        let (layer, _scope) = on_test_backend(layer, &registry);
         let subject = TestContext::new(registry, dtype, batch);
         let x = input(batch);
         let differentiable = x.dtype() == DType::F64;
@@ -389,7 +383,8 @@ fn check_measured_cost(
     const BATCH: usize = 96;
     const MEASUREMENTS: usize = 5;
     let mut registry = ParamRegistry::default();
-    let (layer, _scope) = on_test_backend(build(&mut registry));
+    let layer = build(&mut registry);
+    let (layer, _scope) = on_test_backend(layer, &registry);
     let subject = TestContext::new(registry, dtype, BATCH);
     let (x, pass) = (input(BATCH), subject.pass(Mode::Train));
     let differentiable = x.dtype() == DType::F64;
@@ -536,7 +531,8 @@ pub fn check_bf16(build: &dyn Fn(&mut ParamRegistry) -> Box<dyn Layer>, x: &Tens
     }
     let run = |dtype: DType| {
         let mut registry = ParamRegistry::default();
-        let (layer, _scope) = on_test_backend(build(&mut registry));
+        let layer = build(&mut registry);
+        let (layer, _scope) = on_test_backend(layer, &registry);
         let subject = bf16_exact_context(registry, dtype, x.dim(0).unwrap());
         let pass = subject.pass(Mode::Train);
         let differentiable = x.dtype() == DType::F64;

@@ -100,10 +100,6 @@ impl Layer for GroupNorm {
         }
     }
 
-    fn num_parameters(&self) -> usize {
-        2 * self.channels()
-    }
-
     fn params(&self) -> Vec<ParamId> {
         vec![self.weight, self.bias]
     }

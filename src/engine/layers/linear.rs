@@ -276,10 +276,6 @@ impl Layer for Linear {
         }
     }
 
-    fn num_parameters(&self) -> usize {
-        self.inputs * self.outputs + self.bias.map_or(0, |_| self.outputs)
-    }
-
     fn params(&self) -> Vec<ParamId> {
         std::iter::once(self.weight).chain(self.bias).collect()
     }

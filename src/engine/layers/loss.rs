@@ -36,9 +36,6 @@ pub trait Loss: Send + Sync {
     /// `forward_workspace` those of `evaluate`.
     fn cost(&self, spec: MicroBatchSpec) -> Cost;
 
-    /// Number of values in its own parameters.
-    fn num_parameters(&self) -> usize;
-
     /// The parameters that it reads, those of a layer that it shares too.
     fn params(&self) -> Vec<ParamId>;
 }

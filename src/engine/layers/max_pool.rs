@@ -46,10 +46,6 @@ impl Layer for MaxPool {
             ..Cost::default()
         }
     }
-
-    fn num_parameters(&self) -> usize {
-        0
-    }
 }
 
 #[cfg(test)]

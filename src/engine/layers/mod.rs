@@ -76,9 +76,6 @@ pub trait Layer: Any + Send + Sync {
         1
     }
 
-    /// Number of values in all its parameters.
-    fn num_parameters(&self) -> usize;
-
     /// The parameters that it reads.
     fn params(&self) -> Vec<ParamId> {
         Vec::new()
@@ -172,6 +169,26 @@ pub struct PassContext<'a> {
     pub teacher: Option<&'a ParamStore>,
     /// The teacher's logits of this micro-batch, for the loss.
     pub teacher_logits: Option<TeacherLogits<'a>>,
+}
+
+impl<'a> PassContext<'a> {
+    /// A pass over unpadded samples of epoch 0, with seed 0.
+    pub fn new(store: &'a ParamStore, mode: Mode, sample_ids: &'a [u64]) -> Self {
+        Self {
+            store,
+            mode,
+            seed: 0,
+            epoch: 0,
+            sample_ids,
+            lengths: None,
+            sample_info: None,
+            loss_scale: 1.0,
+            copies: None,
+            cache: None,
+            teacher: None,
+            teacher_logits: None,
+        }
+    }
 }
 
 /// Copies of parameters that a layer reads in place of those in the store.

@@ -114,10 +114,6 @@ impl Layer for NormLayer {
         }
     }
 
-    fn num_parameters(&self) -> usize {
-        self.width * (1 + self.bias.is_some() as usize)
-    }
-
     fn params(&self) -> Vec<ParamId> {
         std::iter::once(self.weight).chain(self.bias).collect()
     }

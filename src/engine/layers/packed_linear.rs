@@ -64,10 +64,6 @@ impl PackedLinear {
         let weights = self.projections.iter().any(|(weight, _)| weight.trained);
         (weights, self.projections.iter().any(|(_, bias)| bias.is_some_and(|bias| bias.trained)))
     }
-
-    fn has_bias(&self) -> bool {
-        self.projections.iter().any(|(_, bias)| bias.is_some())
-    }
 }
 
 impl Layer for PackedLinear {
@@ -127,10 +123,6 @@ impl Layer for PackedLinear {
             trains: weights || biases,
             ..Cost::default()
         }
-    }
-
-    fn num_parameters(&self) -> usize {
-        self.outputs * (self.inputs + self.has_bias() as usize)
     }
 
     fn params(&self) -> Vec<ParamId> {

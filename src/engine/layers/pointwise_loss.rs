@@ -101,10 +101,6 @@ impl Loss for PointwiseLoss {
         }
     }
 
-    fn num_parameters(&self) -> usize {
-        self.outputs * self.width + self.bias.map_or(0, |_| self.outputs)
-    }
-
     fn params(&self) -> Vec<ParamId> {
         std::iter::once(self.weight).chain(self.bias).collect()
     }
@@ -295,20 +291,7 @@ mod tests {
             &store.master_weights,
         )
         .unwrap();
-        let pass = PassContext {
-            store: &store,
-            mode: Mode::Eval,
-            seed: 0,
-            epoch: 0,
-            sample_ids: &[0, 1, 2],
-            lengths: None,
-            sample_info: None,
-            loss_scale: 1.0,
-            copies: None,
-            cache: None,
-            teacher: None,
-            teacher_logits: None,
-        };
+        let pass = PassContext::new(&store, Mode::Eval, &[0, 1, 2]);
         let of = |v: [f32; 3]| Tensor::from_vec(v.to_vec(), (3, 1), &test_device()).unwrap();
         let metrics =
             loss.evaluate(&of([2.0, -1.0, 60.0]), &of([1.0, 1.0, 1.0]), &pass).unwrap().read().unwrap();

@@ -7,7 +7,7 @@ use candle_core::{Result, Tensor, Var, bail};
 use super::{Cost, Layer, Mode, ParamCopies, PassContext, SavedTensors, TrackedParams};
 use crate::base::MicroBatchSpec;
 use crate::kernels::reference::accumulate;
-use crate::params::ParamId;
+use crate::params::{FlatLayout, ParamId};
 
 /// Upper bounds on what a forward pass in candle's operations takes, and on what autograd keeps of it and of the
 /// gradients: in copies of the layer's input and output together, and of its parameters. What grows otherwise is in
@@ -17,19 +17,30 @@ const BACKWARD_COPIES: u64 = 16;
 const PARAMETER_COPIES: u64 = 6;
 
 /// A layer whose backward pass is the gradient of `sum(y * dy)` by candle's autograd. It saves its input.
-pub struct ReferenceLayer(pub Box<dyn Layer>);
+pub struct ReferenceLayer {
+    layer: Box<dyn Layer>,
+    /// Number of values in its parameters.
+    num_parameters: usize,
+}
+
+impl ReferenceLayer {
+    pub fn new(layer: Box<dyn Layer>, params: &FlatLayout) -> Self {
+        let num_parameters = params.num_values(&layer.params());
+        Self { layer, num_parameters }
+    }
+}
 
 impl Layer for ReferenceLayer {
     fn name(&self) -> &str {
-        self.0.name()
+        self.layer.name()
     }
 
     fn output_shape(&self) -> Vec<usize> {
-        self.0.output_shape()
+        self.layer.output_shape()
     }
 
     fn forward(&self, x: &Tensor, pass: &PassContext) -> Result<(Tensor, SavedTensors)> {
-        Ok((self.0.forward(x, pass)?.0.contiguous()?, SavedTensors(vec![x.clone()])))
+        Ok((self.layer.forward(x, pass)?.0.contiguous()?, SavedTensors(vec![x.clone()])))
     }
 
     fn backward(
@@ -44,7 +55,7 @@ impl Layer for ReferenceLayer {
         let params = TrackedParams::new(pass.store.weight_views().len());
         let copies = Some(ParamCopies::Tracked(&params));
         let tracked = PassContext { mode: Mode::Recompute, copies, ..*pass };
-        let (y, _) = self.0.forward(&x, &tracked)?;
+        let (y, _) = self.layer.forward(&x, &tracked)?;
         let mut grads = (y * dy)?.sum_all()?.backward()?;
         for (id, param) in params.read() {
             if let Some(grad) = grads.remove(param) {
@@ -59,10 +70,10 @@ impl Layer for ReferenceLayer {
     }
 
     fn cost(&self, spec: MicroBatchSpec) -> Cost {
-        let cost = self.0.cost(spec);
+        let cost = self.layer.cost(spec);
         let output = spec.bytes(self.output_shape().iter().product());
         let values = cost.input_grad.max(output) + output;
-        let params = (self.num_parameters() * spec.dtype.size_in_bytes()) as u64;
+        let params = (self.num_parameters * spec.dtype.size_in_bytes()) as u64;
         Cost {
             input_grad: cost.input_grad,
             output: cost.output,
@@ -79,14 +90,10 @@ impl Layer for ReferenceLayer {
     }
 
     fn micro_batch_multiple(&self) -> usize {
-        self.0.micro_batch_multiple()
-    }
-
-    fn num_parameters(&self) -> usize {
-        self.0.num_parameters()
+        self.layer.micro_batch_multiple()
     }
 
     fn params(&self) -> Vec<ParamId> {
-        self.0.params()
+        self.layer.params()
     }
 }

@@ -152,10 +152,6 @@ impl Layer for SqueezeExcite {
         }
     }
 
-    fn num_parameters(&self) -> usize {
-        2 * self.shape[2] * self.hidden + self.shape[2] + self.hidden
-    }
-
     fn params(&self) -> Vec<ParamId> {
         [self.fc1, self.fc2].concat()
     }

@@ -45,10 +45,6 @@ impl Layer for Swiglu {
             ..Cost::default()
         }
     }
-
-    fn num_parameters(&self) -> usize {
-        0
-    }
 }
 
 #[cfg(test)]

@@ -95,8 +95,6 @@ pub struct FeatureOptions {
 pub(super) struct HeadParams {
     /// (outputs, width)
     pub weight: ParamId,
-    /// The weight belongs to another layer.
-    pub tied: bool,
     pub bias: Option<ParamId>,
     /// Rows per sample.
     pub positions: usize,
@@ -264,7 +262,7 @@ impl NetworkBuilder {
         let weight = self.registry.param(format!("{name}.weight"), [outputs, width], init);
         let bias = Some(self.registry.param(format!("{name}.bias"), [outputs], bias_init));
         let name = name.to_owned();
-        let head = HeadParams { weight, tied: false, bias, positions, width, outputs };
+        let head = HeadParams { weight, bias, positions, width, outputs };
         match self.features.target {
             TargetSpec::Values { .. } => self.set_value_loss(name, head),
             _ => self.set_class_loss(name, head),
@@ -358,12 +356,11 @@ impl NetworkBuilder {
             }
             _ => 0.0,
         };
-        let HeadParams { weight, tied, bias, positions, width, outputs } = head;
+        let HeadParams { weight, bias, positions, width, outputs } = head;
         let (hard, distill) = (
             CrossEntropy {
                 name,
                 weight,
-                tied,
                 bias,
                 positions,
                 width,

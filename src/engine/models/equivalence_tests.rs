@@ -131,14 +131,14 @@ impl Input {
 
 /// How a network runs.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Execution {
+enum NetworkForm {
     Plain,
     Fused,
     Reference,
 }
 
 /// Loss, gradients and running statistics after a pass over the batch, and the planned bytes.
-fn pass(text: &str, input: Input, dtype: DType, execution: Execution) -> (Outcome, u64) {
+fn pass(text: &str, input: Input, dtype: DType, execution: NetworkForm) -> (PassOutcome, u64) {
     pass_with(text, input, dtype, execution, &ParamRules::default())
 }
 
@@ -147,19 +147,19 @@ fn pass_with(
     text: &str,
     input: Input,
     dtype: DType,
-    execution: Execution,
+    execution: NetworkForm,
     rules: &ParamRules,
-) -> (Outcome, u64) {
+) -> (PassOutcome, u64) {
     let model: ModelConfig = toml::from_str(text).unwrap_or_else(|error| panic!("{text}: {error}"));
     let built = build_with(&model, &input.features(), &LossOptions::default(), rules);
     let built = built.unwrap_or_else(|error| panic!("{text}: {error}"));
     let mut spec = test_spec(BATCH, dtype);
     let network = match execution {
-        Execution::Plain => built.network,
-        Execution::Fused => built.network.fuse(spec),
-        Execution::Reference => {
+        NetworkForm::Plain => built.network,
+        NetworkForm::Fused => built.network.fuse(spec),
+        NetworkForm::Reference => {
             spec.backend = Backend::Reference { on_gpu: !test_device().is_cpu() };
-            built.network.on_reference()
+            built.network.on_reference(&built.layout.params)
         }
     };
     let (subject, ledger) = (TestContext::with_layout(built.layout, dtype, BATCH), Ledger::planning());
@@ -189,11 +189,11 @@ fn pass_with(
 }
 
 /// The loss, the gradients of the parameters, and the running statistics, by name.
-type Outcome = [Vec<(String, Vec<f64>)>; 3];
+type PassOutcome = [Vec<(String, Vec<f64>)>; 3];
 
 /// The largest error of `a` against `b` and the name it has, relative to the largest value of its kind: where the true
 /// gradient is zero, only rounding is left.
-fn largest_error<'a>(a: &'a Outcome, b: &Outcome) -> (f64, &'a str) {
+fn largest_error<'a>(a: &'a PassOutcome, b: &PassOutcome) -> (f64, &'a str) {
     let mut worst = (0.0, "");
     for (a, b) in a.iter().zip(b) {
         let largest = b.iter().flat_map(|(_, values)| values).fold(1e-9f64, |m, v| m.max(v.abs()));
@@ -207,7 +207,7 @@ fn largest_error<'a>(a: &'a Outcome, b: &Outcome) -> (f64, &'a str) {
     worst
 }
 
-fn assert_equal(model: &str, a: &Outcome, b: &Outcome, tolerance: f64) {
+fn assert_equal(model: &str, a: &PassOutcome, b: &PassOutcome, tolerance: f64) {
     let (error, name) = largest_error(a, b);
     assert!(error <= tolerance, "{model} {name}: {error}, more than {tolerance}");
 }
@@ -225,8 +225,8 @@ fn kernels_compute_what_candle_computes() {
         // Batch norm over few samples amplifies rounding.
         for (dtype, tolerance) in [(DType::F64, 1e-6), (DType::F32, 5e-3)] {
             let tolerance: f64 = if test_device().is_cpu() { tolerance } else { tolerance.max(2e-5) };
-            let (kernels, _) = pass(text, *input, dtype, Execution::Fused);
-            let (candle, _) = pass(text, *input, dtype, Execution::Reference);
+            let (kernels, _) = pass(text, *input, dtype, NetworkForm::Fused);
+            let (candle, _) = pass(text, *input, dtype, NetworkForm::Reference);
             assert_equal(&format!("{text}\n{dtype:?}"), &kernels, &candle, tolerance);
         }
     }
@@ -241,12 +241,14 @@ fn fusing_changes_no_gradient_and_saves_memory() {
         // A GPU sums in f32 whatever the dtype, and rounds what it recomputes to the dtype.
         for (dtype, tolerance) in [(DType::F64, 1e-9), (DType::F32, 2e-4), (DType::BF16, 5e-2)] {
             let tolerance: f64 = if test_device().is_cpu() { tolerance } else { tolerance.max(2e-5) };
-            let ((fused, fused_bytes), (plain, plain_bytes)) =
-                (pass(text, *input, dtype, Execution::Fused), pass(text, *input, dtype, Execution::Plain));
+            let ((fused, fused_bytes), (plain, plain_bytes)) = (
+                pass(text, *input, dtype, NetworkForm::Fused),
+                pass(text, *input, dtype, NetworkForm::Plain),
+            );
             // On a GPU, both round to bf16 at places of their own, which batch norm over few samples amplifies: the
             // fused one may be no further from the exact result.
             if dtype == DType::BF16 && !test_device().is_cpu() {
-                let (exact, _) = pass(text, *input, DType::F64, Execution::Plain);
+                let (exact, _) = pass(text, *input, DType::F64, NetworkForm::Plain);
                 let tolerance = tolerance.max(1.5 * largest_error(&plain, &exact).0);
                 assert_equal(&format!("{text}\n{dtype:?}"), &fused, &exact, tolerance);
             } else {
@@ -272,12 +274,12 @@ fn rounded_networks_compute_what_candle_computes() {
         let text = &text;
         let rounded = |execution| pass_with(text, *input, DType::F64, execution, &rules);
         let ((fused, fused_bytes), (plain, plain_bytes)) =
-            (rounded(Execution::Fused), rounded(Execution::Plain));
+            (rounded(NetworkForm::Fused), rounded(NetworkForm::Plain));
         assert_equal(text, &fused, &plain, 1e-9);
         assert!(fused_bytes <= plain_bytes, "{text}: {fused_bytes} > {plain_bytes} bytes");
-        assert_equal(text, &fused, &rounded(Execution::Reference).0, 1e-6);
-        let (floats, _) = pass(text, *input, DType::F64, Execution::Fused);
-        let loss = |outcome: &Outcome| outcome[0][0].1[0];
+        assert_equal(text, &fused, &rounded(NetworkForm::Reference).0, 1e-6);
+        let (floats, _) = pass(text, *input, DType::F64, NetworkForm::Fused);
+        let loss = |outcome: &PassOutcome| outcome[0][0].1[0];
         let difference = (loss(&fused) - loss(&floats)).abs() / loss(&floats);
         // It adds up over the layers: a mobilenet with random weights and groups of two samples has half a hundred.
         assert!(difference > 1e-9 && difference < 1.0, "{text}: rounding changes the loss by {difference}");

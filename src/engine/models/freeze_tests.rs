@@ -55,17 +55,19 @@ enum Execution {
     Reference,
 }
 
-fn network(built: Network, execution: Execution, dtype: DType) -> Network {
+fn network(built: BuiltModel, execution: Execution, dtype: DType) -> Network {
+    let BuiltModel { network, layout } = built;
     match execution {
-        Execution::Plain => built,
-        Execution::Reference => built.on_reference(),
-        Execution::Fused | Execution::Recomputed => built.fuse(test_spec(BATCH, dtype)),
+        Execution::Plain => network,
+        Execution::Reference => network.on_reference(&layout.params),
+        Execution::Fused | Execution::Recomputed => network.fuse(test_spec(BATCH, dtype)),
     }
 }
 
 fn pass(text: &str, input: Input, freeze: &[String], execution: Execution, dtype: DType) -> Outcome {
     let built = model(text, input, freeze);
-    let mut network = network(built.network, execution, dtype);
+    let layout = built.layout.clone();
+    let mut network = network(built, execution, dtype);
     let mut spec = test_spec(BATCH, dtype);
     if execution == Execution::Reference {
         spec.backend = Backend::Reference { on_gpu: !test_device().is_cpu() };
@@ -82,7 +84,7 @@ fn pass(text: &str, input: Input, freeze: &[String], execution: Execution, dtype
         assert!(batch.is_none() || sums.loss.is_finite());
         ledger.peak()
     };
-    let subject = subject(built.layout, dtype);
+    let subject = subject(layout, dtype);
     let before: Vec<f64> = to_f64_vec(&subject.store.compute_weights);
     let peak = run(Some(subject.pass(Mode::Train)), Some(&input.batch(dtype)));
     assert_eq!(run(None, None), peak, "{text}\n{freeze:?}: the plan is what the pass reserves");
@@ -215,7 +217,7 @@ fn the_backward_pass_stops_at_the_last_layer_that_needs_it() {
         }
         let built = model(&text, input, &freeze);
         let spec = test_spec(BATCH, DType::F32);
-        let network = network(built.network, Execution::Fused, DType::F32);
+        let network = network(built, Execution::Fused, DType::F32);
         assert_eq!(network.blocks_with_backward(spec), 0, "{text}");
         let peak = |walk: &dyn Fn(&Executor)| {
             let ledger = Ledger::planning();

@@ -10,9 +10,7 @@ use crate::base::Backend;
 use crate::graph::network::Executor;
 use crate::kernels::update::cast_into;
 use crate::layers::Mode;
-use crate::layers::gradcheck::{
-    TestContext, int8_copy, is_reference_under_test, test_device, test_spec, to_f64_vec,
-};
+use crate::layers::gradcheck::{TestContext, int8_copy, test_device, test_spec, to_f64_vec};
 use crate::memory::Ledger;
 use crate::param_store::ParamStore;
 use crate::params::{Int8Layout, ParamId, ParamRules};
@@ -24,13 +22,10 @@ fn networks_of_8_bit_integers_compute_with_the_rounded_weights_and_are_planned()
             let (model, loss) = (toml::from_str(text).unwrap(), LossOptions::default());
             let built = build_with(&model, &input.features(), &loss, &ParamRules::default()).unwrap();
             let mut spec = test_spec(BATCH, dtype);
-            let network = match reference || is_reference_under_test() {
-                true => {
-                    spec.backend = Backend::Reference { on_gpu: !test_device().is_cpu() };
-                    built.network.on_reference()
-                }
-                false => built.network.fuse(spec),
-            };
+            if reference {
+                spec.backend = Backend::Reference { on_gpu: !test_device().is_cpu() };
+            }
+            let network = built.network.for_backend(spec, &built.layout.params);
             let of_layers = network.layers().into_iter().flat_map(|layer| layer.params());
             let params: Vec<ParamId> = of_layers.chain(network.loss.params()).collect();
             let read: BTreeSet<usize> = params.iter().map(|id| id.index).collect();

@@ -45,14 +45,14 @@ const FRACTIONS: u32 = 100;
 /// Counts of values between `-bound` and `bound`, a power of two that doubles when a value is larger: the counts do
 /// not depend on the order of the values.
 #[derive(Clone, Debug)]
-pub(super) struct Histogram {
+pub(super) struct RangeHistogram {
     bound: f32,
     counts: Vec<u64>,
     low: f32,
     high: f32,
 }
 
-impl Histogram {
+impl RangeHistogram {
     /// Bytes that one takes.
     pub(super) const BYTES: u64 = (BINS * size_of::<u64>()) as u64;
 
@@ -158,7 +158,7 @@ mod tests {
 
     #[test]
     fn an_outlier_is_clipped_by_what_clips() {
-        let mut histogram = Histogram::new();
+        let mut histogram = RangeHistogram::new();
         assert!(histogram.add(&values()));
         let scale = |method| histogram.quantization(method).scale;
         assert!((scale(ClipMethod::MinMax) - 44.0 / 255.0).abs() < 0.01);
@@ -176,13 +176,13 @@ mod tests {
     #[test]
     fn the_order_of_values_does_not_matter() {
         let mut values = values();
-        let (mut a, mut b) = (Histogram::new(), Histogram::new());
+        let (mut a, mut b) = (RangeHistogram::new(), RangeHistogram::new());
         values.chunks(37).for_each(|chunk| assert!(a.add(chunk)));
         values.reverse();
         assert!(b.add(&values));
         assert_eq!((a.bound, a.low, a.high), (b.bound, b.low, b.high));
         assert!(a.counts == b.counts);
-        assert!(!Histogram::new().add(&[1.0, f32::NAN]));
-        assert_eq!(Histogram::new().quantization(ClipMethod::Mse).scale, 1.0);
+        assert!(!RangeHistogram::new().add(&[1.0, f32::NAN]));
+        assert_eq!(RangeHistogram::new().quantization(ClipMethod::Mse).scale, 1.0);
     }
 }

@@ -17,7 +17,7 @@ use crate::layers::packed_linear::PackedLinear;
 use crate::layers::{Cost, Layer, PassContext, SavedTensors};
 
 /// What is added up.
-struct Selection {
+struct SelectedLayer {
     layer: String,
     inputs: usize,
     /// (inputs, inputs)
@@ -26,7 +26,7 @@ struct Selection {
 
 /// The products of the selected layer.
 #[derive(Default)]
-pub struct InputProducts(Mutex<Option<Selection>>);
+pub struct InputProducts(Mutex<Option<SelectedLayer>>);
 
 impl InputProducts {
     /// Host bytes for a layer of this many inputs.
@@ -34,14 +34,14 @@ impl InputProducts {
         (inputs * inputs * size_of::<f32>()) as u64
     }
 
-    fn selection(&self) -> MutexGuard<'_, Option<Selection>> {
+    fn selection(&self) -> MutexGuard<'_, Option<SelectedLayer>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Adds up the inputs of `layer` from now on.
     pub fn select(&self, layer: &str, inputs: usize) {
         let products = vec![0.0; inputs * inputs];
-        *self.selection() = Some(Selection { layer: layer.to_owned(), inputs, products });
+        *self.selection() = Some(SelectedLayer { layer: layer.to_owned(), inputs, products });
     }
 
     /// Adds the inputs of a layer, (samples, ..., inputs), if it is selected. Of a sample, its first `lengths`
@@ -70,7 +70,9 @@ impl InputProducts {
 
     /// The products of the selected layer; refuses those that are not finite.
     pub fn take(&self) -> Result<Vec<f32>> {
-        let Some(Selection { layer, products, .. }) = self.selection().take() else { return Ok(Vec::new()) };
+        let Some(SelectedLayer { layer, products, .. }) = self.selection().take() else {
+            return Ok(Vec::new());
+        };
         match products.iter().all(|value| value.is_finite()) {
             true => Ok(products),
             false => Err(Error::Msg(format!("the inputs of `{layer}` are not finite, or their products"))),
@@ -110,10 +112,6 @@ impl Layer for InputTap {
         let workspace =
             gemm_workspace(spec.dtype, (inputs, rows, inputs), Transposed::A, Threading::Parallel);
         Cost { output_is_view: true, forward_workspace: workspace, ..Cost::default() }
-    }
-
-    fn num_parameters(&self) -> usize {
-        0
     }
 }
 

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use candle_core::{Error, Result, Tensor};
 use rayon::prelude::*;
 
-use super::histogram::{ClipMethod, Histogram};
+use super::histogram::{ClipMethod, RangeHistogram};
 use super::{ActivationPoints, ActivationQuantization, AffineQuantization};
 use crate::base::MicroBatchSpec;
 use crate::graph::network::Network;
@@ -17,16 +17,16 @@ use crate::layers::{Cost, Layer, PassContext, SavedTensors};
 
 /// The histograms of the points of a network.
 #[derive(Default)]
-pub struct Observers(Mutex<BTreeMap<String, Histogram>>);
+pub struct Observers(Mutex<BTreeMap<String, RangeHistogram>>);
 
 impl Observers {
     /// Bytes of a point.
-    pub const BYTES: u64 = Histogram::BYTES;
+    pub const BYTES: u64 = RangeHistogram::BYTES;
 
     /// Counts the values of a point; refuses those that are not finite.
     pub fn add(&self, point: &str, values: &[f32]) -> Result<()> {
         let mut histograms = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let histogram = histograms.entry(point.to_owned()).or_insert_with(Histogram::new);
+        let histogram = histograms.entry(point.to_owned()).or_insert_with(RangeHistogram::new);
         match histogram.add(values) {
             true => Ok(()),
             false => {
@@ -105,10 +105,6 @@ impl Layer for QuantizationPoint {
             PointAction::Quantize(_) => spec.bytes(self.shape.iter().product()),
         };
         Cost { output, output_is_view: output == 0, ..Cost::default() }
-    }
-
-    fn num_parameters(&self) -> usize {
-        0
     }
 }
 

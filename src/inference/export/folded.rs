@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 
 use super::ExportSource;
 use super::error::ExportError;
-use super::weights::{TensorMapping, Transform, WeightFiles};
+use super::weights::{SavedWeights, TensorMapping, Transform};
 use crate::graph::network::{Network, Node};
 use crate::kernels::im2col::ConvGeometry;
 use crate::kernels::linear::WeightLayout;
@@ -63,7 +63,7 @@ pub(super) struct Operator<'a> {
 }
 
 /// What an operator takes or gives.
-pub(super) struct Value {
+pub(super) struct FoldedValue {
     pub name: String,
     /// Shape of one sample; images are (height, width, channels).
     pub shape: Vec<usize>,
@@ -98,7 +98,7 @@ impl FoldedWeights<'_> {
     }
 
     /// The weight, in the parameter's shape, and the bias.
-    pub(super) fn read(&self, files: &WeightFiles) -> Result<(Vec<f32>, Vec<f32>), ExportError> {
+    pub(super) fn read(&self, files: &SavedWeights) -> Result<(Vec<f32>, Vec<f32>), ExportError> {
         let read = |spec: &TensorSpec| files.read(&spec.name, &spec.shape);
         let mut weight = read(self.weight)?;
         let mut bias = self.bias.map_or_else(|| Ok(vec![0.0; self.outputs()]), read)?;
@@ -118,7 +118,7 @@ impl FoldedWeights<'_> {
     /// The weight, in the parameter's shape, and the bias as integers, for inputs of this scale.
     pub(super) fn quantize(
         &self,
-        files: &WeightFiles,
+        files: &SavedWeights,
         input_scale: f32,
     ) -> Result<QuantizedLayer, ExportError> {
         let (weight, bias) = self.read(files)?;
@@ -143,7 +143,7 @@ pub(super) enum Restored {
 /// The operators of a network.
 pub(super) struct FoldedNetwork<'a> {
     layout: &'a ParamLayout,
-    pub values: Vec<Value>,
+    pub values: Vec<FoldedValue>,
     pub operators: Vec<Operator<'a>>,
 }
 
@@ -157,7 +157,7 @@ impl<'a> FoldedNetwork<'a> {
         let shape = source.features.input_shape();
         let mut folded = Self {
             layout,
-            values: vec![Value { name: INPUT.into(), shape, quantization: None }],
+            values: vec![FoldedValue { name: INPUT.into(), shape, quantization: None }],
             operators: Vec::new(),
         };
         let mut x = 0;
@@ -194,7 +194,7 @@ impl<'a> FoldedNetwork<'a> {
             _ => None,
         };
         let output = self.values.len();
-        self.values.push(Value { name: name.into(), shape, quantization });
+        self.values.push(FoldedValue { name: name.into(), shape, quantization });
         self.operators.push(Operator { op, inputs: inputs.into(), output, clamp });
         output
     }

@@ -21,7 +21,7 @@ use self::quantization::TypeRule;
 use super::block_sizes::BlockSizes;
 use super::error::ExportError;
 use super::folder::ExportFolder;
-use super::weights::{TensorMapping, Transform, WeightFiles};
+use super::weights::{SavedWeights, TensorMapping, Transform};
 use super::{ExportFormat, ExportOptions, ExportProgress, ExportSource, norm_eps};
 use crate::base::features::InputSpec;
 use crate::base::regular_file;
@@ -57,7 +57,7 @@ pub(super) fn write(
     notes.extend(note);
     progress.started(entries.iter().map(TensorEntry::bytes).sum());
     let mut writer = GgufWriter::start(folder.file(FILE)?, &metadata, &entries)?;
-    let weights = WeightFiles::open(source.weights, source.statistics)?;
+    let weights = SavedWeights::open(source.weights, source.statistics)?;
     for (mapping, entry) in mappings.iter().zip(&entries) {
         let values = mapping.read(&weights)?;
         match (source.scales(&mapping.param), grid(entry.dtype)) {
@@ -244,13 +244,13 @@ fn metadata(
 }
 
 /// A written file, whose tensors are decoded one at a time.
-pub(super) struct Reader {
+pub(super) struct GgufReader {
     path: PathBuf,
     file: File,
     content: Content,
 }
 
-impl Reader {
+impl GgufReader {
     pub(super) fn open(path: &Path) -> Result<Self, ExportError> {
         let mut file = regular_file::open(path).map_err(ExportError::io("open", path))?;
         let content =

@@ -16,18 +16,18 @@ mod quantized;
 
 use serde_json::{Value, json};
 
-pub(super) use self::file::Reader;
+pub(super) use self::file::OnnxReader;
 
 use self::blocks::BlockTensor;
 use self::file::{Initializer, ModelHead};
-use self::graph::GraphBuilder;
+use self::graph::OnnxGraphBuilder;
 use self::layers::NetworkExport;
-use self::proto::{Dim, Entry, FLOAT, Graph, INT64, Model, OperatorSet, ValueInfo};
+use self::proto::{Dim, Entry, FLOAT, GraphProto, INT64, ModelProto, OperatorSet, ValueInfoProto};
 use self::quantized::QuantizedGraph;
 use super::error::ExportError;
 use super::folded::FoldedNetwork;
 use super::folder::ExportFolder;
-use super::weights::{TensorMapping, WeightFiles};
+use super::weights::{SavedWeights, TensorMapping};
 use super::{ExportOptions, ExportProgress, ExportSource, description};
 use crate::base::features::{InputSpec, TargetSpec};
 use crate::job::ModelConfig;
@@ -53,7 +53,7 @@ pub(super) fn write(
     folder: &ExportFolder,
     progress: &mut dyn ExportProgress,
 ) -> Result<Vec<String>, ExportError> {
-    let files = WeightFiles::open(source.weights, source.statistics)?;
+    let files = SavedWeights::open(source.weights, source.statistics)?;
     let (dtype, kind) = (options.dtype(), source.model.kind());
     let limit = file::MAX_MESSAGE_BYTES;
     let float = |mapping: &TensorMapping| {
@@ -79,7 +79,7 @@ pub(super) fn write(
         return Ok(Vec::new());
     }
     let network = FoldedNetwork::new(source, &built.layout, &built.network)?;
-    let quantized = QuantizedGraph::new(&network, GraphBuilder::new(dtype, None), input_name(source))?;
+    let quantized = QuantizedGraph::new(&network, OnnxGraphBuilder::new(dtype, None), input_name(source))?;
     let (head, weights) = head(source, quantized.graph, &quantized.output);
     let mut initializers: Vec<Initializer> = weights.iter().map(float).collect();
     initializers.extend(quantized.initializers);
@@ -105,10 +105,10 @@ fn float_graph(
     source: &ExportSource,
     built: &BuiltModel,
     options: &ExportOptions,
-) -> Result<(GraphBuilder, String), ExportError> {
+) -> Result<(OnnxGraphBuilder, String), ExportError> {
     let inputs = inputs(source);
     let mut export = NetworkExport::new(
-        GraphBuilder::new(options.dtype(), options.block_bits(source.model.kind())),
+        OnnxGraphBuilder::new(options.dtype(), options.block_bits(source.model.kind())),
         &built.layout,
         source.model,
         source.features,
@@ -122,7 +122,7 @@ fn float_graph(
 }
 
 /// The file of a graph without its weights, and the weights.
-fn head(source: &ExportSource, mut graph: GraphBuilder, logits: &str) -> (ModelHead, Vec<TensorMapping>) {
+fn head(source: &ExportSource, mut graph: OnnxGraphBuilder, logits: &str) -> (ModelHead, Vec<TensorMapping>) {
     let (inputs, outputs) = (inputs(source), outputs(source));
     graph.begin_layer("output");
     let last = graph.node("Identity", &[logits]);
@@ -135,7 +135,7 @@ fn head(source: &ExportSource, mut graph: GraphBuilder, logits: &str) -> (ModelH
         .map(|(key, value)| Entry { key: key.into(), value: text(value) })
         .collect();
     let (opset, ir_version) = graph.opset();
-    let model = Model {
+    let model = ModelProto {
         ir_version,
         producer_name: "trainer".into(),
         producer_version: env!("CARGO_PKG_VERSION").into(),
@@ -144,7 +144,7 @@ fn head(source: &ExportSource, mut graph: GraphBuilder, logits: &str) -> (ModelH
         metadata_props: metadata,
     };
     let (nodes, constants, weights) = (graph.nodes, graph.constants, graph.weights);
-    let graph = Graph {
+    let graph = GraphProto {
         node: nodes,
         name: source.name.into(),
         initializer: constants,
@@ -168,48 +168,48 @@ pub(super) fn output_name(source: &ExportSource) -> &'static str {
 }
 
 /// The input that the network takes comes first.
-fn inputs(source: &ExportSource) -> Vec<ValueInfo> {
+fn inputs(source: &ExportSource) -> Vec<ValueInfoProto> {
     match &source.features.input {
         InputSpec::Tokens { .. } => {
-            let tokens = ValueInfo::new(TOKENS, INT64, &[BATCH, SEQUENCE]);
+            let tokens = ValueInfoProto::new(TOKENS, INT64, &[BATCH, SEQUENCE]);
             match source.model {
                 // A causal model needs none: padding comes after the tokens, which do not attend to it.
-                ModelConfig::Bert(_) => vec![tokens, ValueInfo::new(MASK, INT64, &[BATCH, SEQUENCE])],
+                ModelConfig::Bert(_) => vec![tokens, ValueInfoProto::new(MASK, INT64, &[BATCH, SEQUENCE])],
                 _ => vec![tokens],
             }
         }
         InputSpec::Tabular { .. } => {
-            vec![ValueInfo::new(FEATURES, FLOAT, &[BATCH, Dim::Fixed(source.features.input_len())])]
+            vec![ValueInfoProto::new(FEATURES, FLOAT, &[BATCH, Dim::Fixed(source.features.input_len())])]
         }
         InputSpec::Floats { shape } => match shape.as_slice() {
             &[height, width, channels] => {
                 let dims = [BATCH, Dim::Fixed(channels), Dim::Fixed(height), Dim::Fixed(width)];
-                vec![ValueInfo::new(PIXELS, FLOAT, &dims)]
+                vec![ValueInfoProto::new(PIXELS, FLOAT, &dims)]
             }
             shape => {
                 let dims: Vec<Dim> = shape.iter().map(|dim| Dim::Fixed(*dim)).collect();
-                vec![ValueInfo::new(FEATURES, FLOAT, &[&[BATCH], dims.as_slice()].concat())]
+                vec![ValueInfoProto::new(FEATURES, FLOAT, &[&[BATCH], dims.as_slice()].concat())]
             }
         },
     }
 }
 
-fn outputs(source: &ExportSource) -> ValueInfo {
+fn outputs(source: &ExportSource) -> ValueInfoProto {
     let vocab = match source.features.input {
         InputSpec::Tokens { vocab, .. } => vocab,
         _ => 0,
     };
     match &source.features.target {
         TargetSpec::Class { names } | TargetSpec::MixedClass { names } | TargetSpec::MultiLabel { names } => {
-            ValueInfo::new(LOGITS, FLOAT, &[BATCH, Dim::Fixed(names.len())])
+            ValueInfoProto::new(LOGITS, FLOAT, &[BATCH, Dim::Fixed(names.len())])
         }
-        TargetSpec::Values { len } => ValueInfo::new(VALUES, FLOAT, &[BATCH, Dim::Fixed(*len)]),
-        TargetSpec::Tokens => ValueInfo::new(LOGITS, FLOAT, &[BATCH, SEQUENCE, Dim::Fixed(vocab)]),
+        TargetSpec::Values { len } => ValueInfoProto::new(VALUES, FLOAT, &[BATCH, Dim::Fixed(*len)]),
+        TargetSpec::Tokens => ValueInfoProto::new(LOGITS, FLOAT, &[BATCH, SEQUENCE, Dim::Fixed(vocab)]),
     }
 }
 
 /// What a user of the graph needs to know.
-fn metadata(source: &ExportSource, inputs: &[ValueInfo], output: &str) -> Vec<(&'static str, Value)> {
+fn metadata(source: &ExportSource, inputs: &[ValueInfoProto], output: &str) -> Vec<(&'static str, Value)> {
     let layout = match inputs[0].name.as_str() {
         PIXELS => "float32 (batch, channels, height, width), scaled and normalized as `normalization` says",
         TOKENS => {
@@ -254,11 +254,11 @@ pub(super) struct ParsedGraph {
 
 #[cfg(test)]
 pub(super) fn parse(file: &[u8]) -> ParsedGraph {
-    let model = <Model as prost::Message>::decode(file).unwrap();
+    let model = <ModelProto as prost::Message>::decode(file).unwrap();
     assert!(matches!((model.opset_import[0].version, model.ir_version), (17, 8) | (21, 10)));
     assert!(model.metadata_props.iter().any(|entry| entry.key == "preprocessing"));
     let graph = model.graph.unwrap();
-    let names = |infos: Vec<ValueInfo>| infos.into_iter().map(|info| info.name).collect();
+    let names = |infos: Vec<ValueInfoProto>| infos.into_iter().map(|info| info.name).collect();
     ParsedGraph {
         inputs: names(graph.input),
         outputs: names(graph.output),

@@ -13,7 +13,7 @@ use candle_core::Device;
 use candle_core::quantized::GgmlDType;
 
 use super::safetensors_file::TensorHeader;
-use super::weights::{TensorMapping, WeightDtype, WeightFiles};
+use super::weights::{SavedWeights, TensorMapping, WeightDtype};
 use super::{ExportError, ExportFormat, ExportOptions, ExportSource, gguf, mappings, safetensors_file};
 use crate::data::Dataset;
 use crate::graph::network::{Network, Node};
@@ -278,7 +278,7 @@ fn round_others(
     session: &Session,
 ) -> Result<(), ExportError> {
     let params = &session.store().layout.params;
-    let files = WeightFiles::open(source.weights, source.statistics)?;
+    let files = SavedWeights::open(source.weights, source.statistics)?;
     let by_gptq = |index: usize| layers.iter().any(|layer| layer.weights.contains(&index));
     for (mapping, format) in mappings.iter().zip(formats) {
         let found = params.in_declaration_order().position(|(spec, _)| spec.name == mapping.param);

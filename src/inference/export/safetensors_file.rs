@@ -21,7 +21,7 @@ pub(super) struct TensorHeader<'a> {
 }
 
 /// The values of a tensor, given its place in the list of headers.
-type Values<'a> = dyn FnMut(usize) -> Result<Vec<f32>, ExportError> + 'a;
+type ReadValues<'a> = dyn FnMut(usize) -> Result<Vec<f32>, ExportError> + 'a;
 
 /// A tensor whose values are made when the library asks for its bytes.
 struct LazyTensor<'a, 'v> {
@@ -32,7 +32,7 @@ struct LazyTensor<'a, 'v> {
 }
 
 struct WriteState<'v> {
-    values: &'v mut Values<'v>,
+    values: &'v mut ReadValues<'v>,
     /// The library cannot report an error of ours: it gets no bytes, and the error is returned in its place.
     error: Option<ExportError>,
 }
@@ -75,7 +75,7 @@ pub(super) fn write<'v>(
     path: &Path,
     headers: &[TensorHeader],
     dtype: WeightDtype,
-    values: &'v mut Values<'v>,
+    values: &'v mut ReadValues<'v>,
 ) -> Result<(), ExportError> {
     let state = RefCell::new(WriteState { values, error: None });
     let tensors = headers

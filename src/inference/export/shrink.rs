@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use super::check_largest;
 use super::error::ExportError;
 use super::safetensors_file::{self, TensorHeader};
-use super::weights::{WeightDtype, WeightFiles, all_specs};
+use super::weights::{SavedWeights, WeightDtype, all_specs};
 use crate::inference::trained_model::TrainedModel;
 use crate::job::{Reductions, UnitCounts};
 use crate::models::{self, LossOptions};
@@ -30,7 +30,7 @@ pub fn shrink(model: &TrainedModel, max_bytes: u64) -> Result<Option<ShrunkModel
     let rules = ParamRules::of_job(job);
     let whole = models::build_with(&job.model, model.features(), &LossOptions::default(), &rules)?.layout;
     check_largest(&whole, 0, max_bytes)?;
-    let files = WeightFiles::open(&model.weights, &model.statistics)?;
+    let files = SavedWeights::open(&model.weights, &model.statistics)?;
     let kept = kept_units(&whole, &files)?;
     let counts = counts(&whole.units, &kept);
     if counts.is_empty() {
@@ -91,7 +91,7 @@ pub fn shrink(model: &TrainedModel, max_bytes: u64) -> Result<Option<ShrunkModel
 }
 
 /// Which units have a value that is not zero, group by group; of a layer without one, the first.
-fn kept_units(layout: &ParamLayout, files: &WeightFiles) -> Result<Vec<Vec<bool>>, ExportError> {
+fn kept_units(layout: &ParamLayout, files: &SavedWeights) -> Result<Vec<Vec<bool>>, ExportError> {
     let mut sums: Vec<Vec<f64>> = layout.units.iter().map(|group| vec![0.0; group.units]).collect();
     for (spec, _) in layout.params.pruned() {
         let values = files.read(&spec.name, &spec.shape)?;

@@ -13,14 +13,14 @@ use std::path::Path;
 use candle_core::{DType, Device, Tensor};
 use serde_json::json;
 
-use self::case::{BATCH, CASES, Case};
+use self::case::{BATCH, CASES, ExportCase};
 use super::*;
 
 #[test]
 fn what_is_read_back_is_what_was_exported() {
     let root = tempfile::tempdir().unwrap();
     for case in CASES {
-        let case = Case::new(case, root.path());
+        let case = ExportCase::new(case, root.path());
         let original = case.original();
         // A TFLite file has no batch norms: what is read back of it computes the same, and that is another test.
         let formats = ExportFormat::of_kind(case.model.kind());
@@ -47,7 +47,7 @@ fn quantized_blocks_are_candles() {
     use candle_core::quantized::{GgmlDType, QTensor, gguf_file::Content, gguf_file::Value};
     let root = tempfile::tempdir().unwrap();
     let case = CASES.into_iter().find(|case| case.0 == "llama-tied").unwrap();
-    let case = Case::new(case, root.path());
+    let case = ExportCase::new(case, root.path());
     let original = case.original();
     for quantization in Quantization::ALL {
         let options = case.options(ExportFormat::Gguf, None, Some(QuantizedType::Gguf(quantization)));
@@ -92,7 +92,7 @@ fn check_onnx_order(name: &str, folder: &Path) -> BTreeSet<String> {
 fn an_onnx_file_is_a_graph_in_order() {
     let root = tempfile::tempdir().unwrap();
     for case in CASES {
-        let case = Case::new(case, root.path());
+        let case = ExportCase::new(case, root.path());
         for dtype in [WeightDtype::F32, WeightDtype::F16] {
             let options = case.options(ExportFormat::Onnx, Some(dtype), None);
             let (_, tensors) = case.export(&options).unwrap();
@@ -105,8 +105,8 @@ fn an_onnx_file_is_a_graph_in_order() {
 #[test]
 fn pairs_without_a_form_are_refused_by_name() {
     let root = tempfile::tempdir().unwrap();
-    let case = |name| Case::new(CASES.into_iter().find(|case| case.0 == name).unwrap(), root.path());
-    let error = |case: &Case, options: ExportOptions| case.export(&options).err().unwrap();
+    let case = |name| ExportCase::new(CASES.into_iter().find(|case| case.0 == name).unwrap(), root.path());
+    let error = |case: &ExportCase, options: ExportOptions| case.export(&options).err().unwrap();
     let cnn = case("cnn");
     let refused = error(&cnn, cnn.options(ExportFormat::Gguf, None, None));
     assert_eq!(refused.to_string(), "a `cnn` model has no `gguf` form");
@@ -169,7 +169,7 @@ fn pairs_without_a_form_are_refused_by_name() {
 #[test]
 fn a_tensor_beyond_the_budget_is_named() {
     let root = tempfile::tempdir().unwrap();
-    let case = Case::new(CASES.into_iter().find(|case| case.0 == "gpt").unwrap(), root.path());
+    let case = ExportCase::new(CASES.into_iter().find(|case| case.0 == "gpt").unwrap(), root.path());
     let options = ExportOptions { max_bytes: 1 << 16, ..case.options(ExportFormat::Onnx, None, None) };
     let error = case.export(&options).err().unwrap().to_string();
     assert_eq!(
@@ -185,7 +185,7 @@ fn a_tensor_beyond_the_budget_is_named() {
 fn writes_what_other_tools_compare() {
     let Some(root) = std::env::var_os("TRAINER_EXPORT_DIR") else { return };
     for case in CASES {
-        let mut case = Case::new(case, Path::new(&root));
+        let mut case = ExportCase::new(case, Path::new(&root));
         for format in ExportFormat::of_kind(case.model.kind()) {
             for dtype in format.dtypes() {
                 case.export(&case.options(format, Some(*dtype), None)).unwrap();
@@ -240,7 +240,7 @@ fn other_tools_compute_what_we_compute() {
         serde_json::from_str(&std::fs::read_to_string(file).unwrap()).unwrap();
     let root = tempfile::tempdir().unwrap();
     for case in CASES {
-        let mut case = Case::new(case, root.path());
+        let mut case = ExportCase::new(case, root.path());
         let Some(formats) = golden.get(case.name) else {
             let hint = "scripts/export-interop.py does it, see docs/contributing.md";
             assert!(case.model.kind() == "mlp", "no other tool has read {}: {hint}", case.name);

@@ -9,15 +9,15 @@ mod reader;
 mod schema;
 
 pub(super) use self::operators::weight_transform;
-pub(super) use self::reader::Reader;
+pub(super) use self::reader::TfliteReader;
 
-use self::operators::GraphBuilder;
+use self::operators::TfliteGraphBuilder;
 use self::schema::FileBuilder;
 use super::error::ExportError;
 use super::folded::FoldedNetwork;
 use super::folder::ExportFolder;
 use super::onnx::{input_name, output_name};
-use super::weights::{WeightFiles, all_specs};
+use super::weights::{SavedWeights, all_specs};
 use super::{ExportProgress, ExportSource, description};
 use crate::models::BuiltModel;
 
@@ -50,9 +50,9 @@ pub(super) fn write(
         return Err(ExportError::TooLarge { file: FILE, bytes, most: reader::MAX_BYTES });
     }
     let network = FoldedNetwork::new(source, &built.layout, &built.network)?;
-    let mut graph = GraphBuilder::new(&network, input_name(source));
+    let mut graph = TfliteGraphBuilder::new(&network, input_name(source));
     let output = graph.output(&network);
-    let files = WeightFiles::open(source.weights, source.statistics)?;
+    let files = SavedWeights::open(source.weights, source.statistics)?;
     progress.started(all_specs(&built.layout).map(|spec| 4 * spec.len() as u64).sum());
     let mut file = FileBuilder::new(bytes as usize);
     for (tensor, values) in graph.tensors.iter_mut().zip(&graph.values) {

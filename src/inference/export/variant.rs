@@ -4,7 +4,7 @@ use std::path::Path;
 
 use super::error::ExportError;
 use super::safetensors_file::{self, TensorHeader};
-use super::weights::{WeightDtype, WeightFiles, all_specs};
+use super::weights::{SavedWeights, WeightDtype, all_specs};
 use crate::inference::trained_model::TrainedModel;
 use crate::job::{Ranks, Reductions};
 use crate::kernels::low_rank::{Factors, Matrix, factorize};
@@ -23,7 +23,7 @@ pub fn write_variant(
     let own = Reductions::of_job(&model.job);
     let reductions = Reductions { ranks: ranks.clone(), kept: own.kept };
     let layout = models::build_reduced(&model.job.model, model.features(), &reductions)?.layout;
-    let files = WeightFiles::open(&model.weights, &model.statistics)?;
+    let files = SavedWeights::open(&model.weights, &model.statistics)?;
     let specs: Vec<&TensorSpec> = all_specs(&layout).collect();
     let headers: Vec<TensorHeader> =
         specs.iter().map(|spec| TensorHeader { name: &spec.name, shape: &spec.shape }).collect();
@@ -32,9 +32,9 @@ pub fn write_variant(
     let mut values = |index: usize| {
         let spec = specs[index];
         let mut values = match source(&layout.matrices, &own.ranks, &spec.name) {
-            Source::Same => files.read(&spec.name, &spec.shape)?,
-            Source::Bias(whole) => files.read(whole, &spec.shape)?,
-            Source::Factor { layer, rank, is_left } => {
+            ValueSource::Same => files.read(&spec.name, &spec.shape)?,
+            ValueSource::Bias(whole) => files.read(whole, &spec.shape)?,
+            ValueSource::Factor { layer, rank, is_left } => {
                 if last.as_ref().is_none_or(|(name, _)| *name != layer.name) {
                     let values = files.read(&layer.weight.name, &layer.weight.shape)?;
                     let (rows, columns) = layer.dims();
@@ -53,7 +53,7 @@ pub fn write_variant(
 }
 
 /// Where the values of a parameter come from.
-enum Source<'a> {
+enum ValueSource<'a> {
     Same,
     /// The bias of the whole layer.
     Bias(&'a str),
@@ -65,18 +65,18 @@ enum Source<'a> {
 }
 
 /// `own` has the ranks of the layers that are factors in the model too.
-fn source<'a>(layers: &'a [MatrixLayer], own: &Ranks, name: &str) -> Source<'a> {
+fn source<'a>(layers: &'a [MatrixLayer], own: &Ranks, name: &str) -> ValueSource<'a> {
     let found = layers.iter().find_map(|layer| {
         let rank = layer.rank.filter(|_| !own.contains_key(&layer.name))?;
         let [left, right] = layer.factor_weights();
         if let Some((bias, whole)) = layer.factor_bias()
             && bias == name
         {
-            return Some(Source::Bias(whole));
+            return Some(ValueSource::Bias(whole));
         }
-        (left == name || right == name).then(|| Source::Factor { layer, rank, is_left: left == name })
+        (left == name || right == name).then(|| ValueSource::Factor { layer, rank, is_left: left == name })
     });
-    found.unwrap_or(Source::Same)
+    found.unwrap_or(ValueSource::Same)
 }
 
 /// Sets the fraction `sparsity` of smallest magnitude to zero; of equal ones the first.

@@ -42,12 +42,12 @@ impl TensorFile {
 }
 
 /// The weights of a model, and its running statistics, which may be in another file.
-pub(super) struct WeightFiles {
+pub(super) struct SavedWeights {
     weights: TensorFile,
     statistics: Option<TensorFile>,
 }
 
-impl WeightFiles {
+impl SavedWeights {
     pub(super) fn open(weights: &Path, statistics: &Path) -> Result<Self, ExportError> {
         let is_other = statistics != weights;
         Ok(Self {
@@ -175,7 +175,7 @@ impl TensorMapping {
     }
 
     /// The values of the exported tensor.
-    pub(super) fn read(&self, weights: &WeightFiles) -> Result<Vec<f32>, ExportError> {
+    pub(super) fn read(&self, weights: &SavedWeights) -> Result<Vec<f32>, ExportError> {
         Ok(self.apply(weights.read(&self.param, &self.param_shape)?))
     }
 
@@ -302,7 +302,7 @@ mod tests {
             .unwrap()
             .save_safetensors("w", &path)
             .unwrap();
-        let file = WeightFiles::open(&path, &path).unwrap();
+        let file = SavedWeights::open(&path, &path).unwrap();
         for transform in [Transform::Copy, Transform::Transpose, Transform::InterleaveHalves { heads: 2 }] {
             let mapping = TensorMapping::new("t", &spec(&[8, 6]), transform.clone());
             let exported = mapping.read(&file).unwrap();

@@ -53,10 +53,7 @@ impl Subject {
     fn full_logits(&self, tokens: &[u32]) -> Vec<Vec<f32>> {
         let spec = test_spec(1, self.dtype);
         let built = Self::build(&self.model, tokens.len());
-        let network = match spec.backend.is_reference() {
-            true => built.network.on_reference(),
-            false => built.network.fuse(spec),
-        };
+        let network = built.network.for_backend(spec, &built.layout.params);
         let ledger = Ledger::new(u64::MAX, None);
         let pass = Some(self.weights.pass(Mode::Eval));
         let exec = Executor::new(pass, spec, &ledger);

@@ -62,12 +62,12 @@ pub enum Cell {
 /// Writes rows of cells, one per column.
 pub struct RowWriter {
     columns: Vec<OutputColumn>,
-    sink: Sink,
+    sink: FileWriter,
     /// The final name and the temporary one; `None` for stdout.
     paths: Option<(PathBuf, PathBuf)>,
 }
 
-enum Sink {
+enum FileWriter {
     Csv(Box<dyn Write>),
     JsonLines(Box<dyn Write>),
     Parquet(Box<SerializedFileWriter<File>>, Vec<Vec<Cell>>),
@@ -98,8 +98,8 @@ impl RowWriter {
             }
         };
         let mut writer = match format {
-            OutputFormat::Csv => Self { sink: Sink::Csv(stream()?), columns, paths },
-            OutputFormat::JsonLines => Self { sink: Sink::JsonLines(stream()?), columns, paths },
+            OutputFormat::Csv => Self { sink: FileWriter::Csv(stream()?), columns, paths },
+            OutputFormat::JsonLines => Self { sink: FileWriter::JsonLines(stream()?), columns, paths },
             OutputFormat::Parquet => {
                 let file = create()?;
                 let properties = WriterProperties::builder().set_compression(Compression::SNAPPY).build();
@@ -107,10 +107,10 @@ impl RowWriter {
                     SerializedFileWriter::new(file, Arc::new(schema), Arc::new(properties))
                 });
                 let opened = opened.map_err(io::Error::other).map_err(write_error(&paths))?;
-                Self { sink: Sink::Parquet(Box::new(opened), Vec::new()), columns, paths }
+                Self { sink: FileWriter::Parquet(Box::new(opened), Vec::new()), columns, paths }
             }
         };
-        if let Sink::Csv(out) = &mut writer.sink {
+        if let FileWriter::Csv(out) = &mut writer.sink {
             let names: Vec<&str> = writer.columns.iter().map(|column| column.name.as_str()).collect();
             write_csv(out, names.into_iter()).map_err(write_error(&writer.paths))?;
         }
@@ -119,7 +119,7 @@ impl RowWriter {
 
     pub fn write(&mut self, row: Vec<Cell>) -> Result<(), Failure> {
         let written = match &mut self.sink {
-            Sink::Csv(out) => {
+            FileWriter::Csv(out) => {
                 let text = |cell: &Cell| match cell {
                     Cell::Null => String::new(),
                     Cell::Text(text) => text.clone(),
@@ -128,7 +128,7 @@ impl RowWriter {
                 let fields: Vec<String> = row.iter().map(text).collect();
                 write_csv(out, fields.iter().map(String::as_str))
             }
-            Sink::JsonLines(out) => {
+            FileWriter::JsonLines(out) => {
                 let field = |(column, cell): (&OutputColumn, Cell)| match cell {
                     Cell::Null => None,
                     Cell::Text(text) => Some((column.name.clone(), Value::String(text))),
@@ -137,7 +137,7 @@ impl RowWriter {
                 let object: Map<String, Value> = self.columns.iter().zip(row).filter_map(field).collect();
                 writeln!(out, "{}", Value::Object(object))
             }
-            Sink::Parquet(out, rows) => {
+            FileWriter::Parquet(out, rows) => {
                 rows.push(row);
                 match rows.len() == ROW_GROUP_ROWS {
                     true => write_row_group(out, &self.columns, rows).map_err(io::Error::other),
@@ -151,8 +151,8 @@ impl RowWriter {
     /// Completes the file and gives it its name.
     pub fn finish(mut self) -> Result<(), Failure> {
         let finished = match &mut self.sink {
-            Sink::Csv(out) | Sink::JsonLines(out) => out.flush(),
-            Sink::Parquet(out, rows) => {
+            FileWriter::Csv(out) | FileWriter::JsonLines(out) => out.flush(),
+            FileWriter::Parquet(out, rows) => {
                 let last = if rows.is_empty() { Ok(()) } else { write_row_group(out, &self.columns, rows) };
                 last.and_then(|()| out.finish().map(drop)).map_err(io::Error::other)
             }

@@ -6,7 +6,7 @@ use super::chart::{Chart, Mark, Series, Style};
 use crate::base::units::format_count;
 use crate::events::event::{Event, MemoryBytes};
 use crate::history::run_history::quantity;
-use crate::history::{Moment, PlannedPeak, Point, RunHistory};
+use crate::history::{MemoryMark, PlannedPeak, Point, RunHistory};
 use crate::report::axes::Unit;
 use crate::report::{event_lines, text};
 
@@ -146,18 +146,18 @@ fn memory_chart(
         })
         .collect();
     series.extend(drawn);
-    let more: u64 = runs.iter().map(|run| run.more_moments).sum();
+    let more: u64 = runs.iter().map(|run| run.more_marks).sum();
     if more > 0 {
         notes.push(format!("{} more events are not marked.", format_count(more)));
     }
-    let mark = |run, moment: &Moment| Mark {
+    let mark = |run, at: &MemoryMark| Mark {
         run,
-        at: moment.at,
-        symbol: symbol(&moment.event),
-        text: label(run, runs, &event_lines::explain(&moment.event)),
+        at: at.at,
+        symbol: symbol(&at.event),
+        text: label(run, runs, &event_lines::explain(&at.event)),
     };
     let marks = runs.iter().enumerate().flat_map(|(run, history)| {
-        history.moments.iter().map(move |moment| mark(run, moment)).collect::<Vec<_>>()
+        history.marks.iter().map(move |mark_at| mark(run, mark_at)).collect::<Vec<_>>()
     });
     let marks: Vec<Mark> = if series.is_empty() { Vec::new() } else { marks.collect() };
     let is_marked = |symbol: &str| marks.iter().any(|mark| mark.symbol == symbol);

@@ -12,20 +12,20 @@ use crate::report::text;
 const MIN_FRACTION: f64 = 0.002;
 
 #[derive(Debug, Default, PartialEq)]
-struct Node {
+struct Frame {
     name: String,
     bytes: u64,
-    children: Vec<Node>,
+    children: Vec<Frame>,
 }
 
-impl Node {
+impl Frame {
     fn add(&mut self, path: &[&str], bytes: u64) {
         self.bytes += bytes;
         let Some((name, rest)) = path.split_first() else { return };
         let at = match self.children.iter().position(|child| child.name == *name) {
             Some(at) => at,
             None => {
-                self.children.push(Node { name: (*name).to_owned(), ..Node::default() });
+                self.children.push(Frame { name: (*name).to_owned(), ..Frame::default() });
                 self.children.len() - 1
             }
         };
@@ -42,7 +42,7 @@ impl Node {
             1 => self.children.extend(joined),
             n => {
                 let bytes = joined.iter().map(|child| child.bytes).sum();
-                self.children.push(Node { name: format!("{n} smaller"), bytes, children: Vec::new() });
+                self.children.push(Frame { name: format!("{n} smaller"), bytes, children: Vec::new() });
             }
         }
         self.children.iter_mut().for_each(|child| child.arrange(smallest));
@@ -76,7 +76,7 @@ impl Node {
 
 /// The icicle of a memory space with these parts, each with its role and name; `None` if they have no bytes.
 pub fn html_of<'a>(space: &str, parts: impl Iterator<Item = (Role, &'a str, u64)>) -> Option<String> {
-    let mut root = Node { name: space.into(), ..Node::default() };
+    let mut root = Frame { name: space.into(), ..Frame::default() };
     for (role, name, bytes) in parts.filter(|(.., bytes)| *bytes > 0) {
         let role = role.to_string();
         let mut path = vec![role.as_str()];
@@ -109,7 +109,7 @@ mod tests {
 
     #[test]
     fn bytes_add_up_and_small_boxes_are_joined() {
-        let mut root = Node::default();
+        let mut root = Frame::default();
         for (path, bytes) in [
             (&["act", "b", "0"][..], 600),
             (&["act", "b", "1"], 300),

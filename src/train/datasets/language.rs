@@ -135,13 +135,13 @@ fn open_jsonl(
 ) -> Result<Datasets, Failure> {
     let list = |default: &str| {
         let field = s.messages.clone().unwrap_or_else(|| default.to_owned());
-        jsonl::ChatFormat::Messages { field }
+        jsonl::ChatLayout::Messages { field }
     };
     let format = match s.chat {
         Some(job::ChatFormat::Messages) => Some(list("messages")),
         Some(job::ChatFormat::Sharegpt) => Some(list("conversations")),
-        Some(job::ChatFormat::Alpaca) => Some(jsonl::ChatFormat::Alpaca),
-        Some(job::ChatFormat::PromptCompletion) => Some(jsonl::ChatFormat::PromptCompletion),
+        Some(job::ChatFormat::Alpaca) => Some(jsonl::ChatLayout::Alpaca),
+        Some(job::ChatFormat::PromptCompletion) => Some(jsonl::ChatLayout::PromptCompletion),
         None => s.messages.as_ref().map(|_| list("messages")),
     };
     let chat = format.map(|format| {

@@ -14,7 +14,7 @@ use self::inference::{Samples, TrainedOn};
 use super::Failure;
 use crate::data::fingerprint::{FingerprintInput, InputKind};
 use crate::data::language::tokenizer::settings_files;
-use crate::data::split::{Fold, SplitMethod, SplitSettings, ValidSet};
+use crate::data::split::{FoldIndex, SplitMethod, SplitSettings, ValidSet};
 use crate::data::transforms::Augmentation;
 use crate::data::{DataError, Dataset, DatasetContext, Datasets, files};
 use crate::job::{self, Job, SplitKind};
@@ -88,7 +88,7 @@ pub fn inputs(job: &Job) -> Result<Vec<FingerprintInput>, Failure> {
 /// How the job splits the samples of its training files.
 fn split_settings(job: &Job, files: &job::FilesConfig) -> SplitSettings {
     let valid = match files.fold {
-        Some(fold) => ValidSet::Fold(Fold { index: fold.number - 1, folds: fold.of }),
+        Some(fold) => ValidSet::Fold(FoldIndex { index: fold.number - 1, folds: fold.of }),
         None if files.valid.is_empty() => ValidSet::Fraction(files.valid_fraction()),
         None => ValidSet::OwnFiles,
     };

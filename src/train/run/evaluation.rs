@@ -22,7 +22,7 @@ use crate::train::early_stop::StopProgress;
 use crate::train::validation_metrics::ValidationMetrics;
 
 #[derive(Default)]
-pub(super) struct Evaluation {
+pub(super) struct EvaluationState {
     /// The current weights are due for an evaluation.
     pub due: bool,
     /// The last values of the metrics.
@@ -37,7 +37,7 @@ pub(super) struct Evaluation {
     pub train_sums: MetricSums,
 }
 
-impl Evaluation {
+impl EvaluationState {
     /// On a GPU, evaluates the first samples, as many as a whole and as the last micro-batch have, and discards the
     /// result. The libraries, kernels and plans that evaluations use are then loaded before the first update: later,
     /// other processes may have taken the memory for them.

@@ -1,6 +1,6 @@
 //! Start of a run: planning, its directory, and its weights, initial or from a checkpoint.
 
-use super::evaluation::Evaluation;
+use super::evaluation::EvaluationState;
 use super::skipped_records::SkippedRecordLog;
 use super::{Run, RunOptions};
 use crate::base::features::{InputSpec, TargetSpec};
@@ -303,7 +303,7 @@ impl Run<'_> {
             self.clock.resume(state.elapsed_s, state.data_wait_s);
             self.grad_scaler = state.grad_scaler;
             self.skipped_records = SkippedRecordLog::resumed(state.skipped_records);
-            self.evaluation = Evaluation {
+            self.evaluation = EvaluationState {
                 due: state.evaluation_due,
                 metrics: state.metrics,
                 detail: None,

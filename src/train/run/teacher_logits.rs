@@ -246,18 +246,11 @@ impl<'a> TeacherPass<'a> {
             self.staging.reserve_buffers(batch, features)?;
             let tensors = self.staging.to_tensors(batch, features)?;
             let pass = PassContext {
-                store: &self.store,
-                mode: Mode::Eval,
                 seed: setup.job.seed,
                 epoch: batch.epoch,
-                sample_ids: &batch.ids,
                 lengths: (!batch.lengths.is_empty()).then_some(&batch.lengths),
                 sample_info: tensors.sample_info.as_ref(),
-                loss_scale: 1.0,
-                copies: None,
-                cache: None,
-                teacher: None,
-                teacher_logits: None,
+                ..PassContext::new(&self.store, Mode::Eval, &batch.ids)
             };
             teacher.logits_on_host(&teacher.executor(Some(pass), spec, ledger), Some(&tensors.inputs))
         };

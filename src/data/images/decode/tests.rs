@@ -68,8 +68,8 @@ fn orientation_is_applied() {
 
 #[test]
 fn pngs_of_every_colour_and_depth() {
-    type Case = (ColorType, BitDepth, &'static [u8], [[u8; 3]; 2]);
-    let cases: [Case; 6] = [
+    type ImageCase = (ColorType, BitDepth, &'static [u8], [[u8; 3]; 2]);
+    let cases: [ImageCase; 6] = [
         (ColorType::Grayscale, BitDepth::Eight, &[7, 200], [[7; 3], [200; 3]]),
         (ColorType::Grayscale, BitDepth::One, &[0b0100_0000], [[0; 3], [255; 3]]),
         (ColorType::GrayscaleAlpha, BitDepth::Eight, &[9, 0, 90, 255], [[9; 3], [90; 3]]),

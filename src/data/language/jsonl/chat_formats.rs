@@ -10,7 +10,7 @@ use super::template::{ChatMessage, REASONING_FIELDS};
 
 /// Where the messages of a record are.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum ChatFormat {
+pub enum ChatLayout {
     /// A list in this field, of messages with `role` and `content` or with `from` and `value`.
     Messages { field: String },
     /// `instruction`, `output`, and optionally `input`, `system` and `history`.
@@ -19,7 +19,7 @@ pub enum ChatFormat {
     PromptCompletion,
 }
 
-impl ChatFormat {
+impl ChatLayout {
     /// The fields that every record has.
     pub fn fields(&self) -> Vec<&str> {
         match self {
@@ -40,10 +40,10 @@ const ROLES: [(&str, &[&str]); 5] = [
 ];
 
 /// The messages of a record.
-pub fn messages(object: &Value, format: &ChatFormat) -> Result<Vec<ChatMessage>, String> {
+pub fn messages(object: &Value, format: &ChatLayout) -> Result<Vec<ChatMessage>, String> {
     match format {
-        ChatFormat::Messages { field: name } => message_list(field(object, name)?, name),
-        ChatFormat::Alpaca => {
+        ChatLayout::Messages { field: name } => message_list(field(object, name)?, name),
+        ChatLayout::Alpaca => {
             let mut request = string(object, "instruction")?.to_owned();
             if let Some(input) = optional_text(object, "input")? {
                 request = format!("{request}\n\n{input}");
@@ -53,7 +53,7 @@ pub fn messages(object: &Value, format: &ChatFormat) -> Result<Vec<ChatMessage>,
             let turns = turns.map(|(role, text)| ChatMessage::new(role, text));
             Ok(system.into_iter().chain(history(object)?).chain(turns).collect())
         }
-        ChatFormat::PromptCompletion => {
+        ChatLayout::PromptCompletion => {
             let mut all = Vec::new();
             for (name, role) in [("prompt", "user"), ("completion", "assistant")] {
                 match field(object, name)? {
@@ -73,11 +73,11 @@ pub fn messages(object: &Value, format: &ChatFormat) -> Result<Vec<ChatMessage>,
 }
 
 /// The format that a record without the fields of `format` seems to have, as the keys that declare it.
-pub fn suggest(object: &Value, format: Option<&ChatFormat>) -> Option<&'static str> {
+pub fn suggest(object: &Value, format: Option<&ChatLayout>) -> Option<&'static str> {
     let has = |name: &str| object.get(name).is_some();
     if has("conversations") {
         Some("`chat = \"sharegpt\"`")
-    } else if has("messages") && !matches!(format, Some(ChatFormat::Messages { .. })) {
+    } else if has("messages") && !matches!(format, Some(ChatLayout::Messages { .. })) {
         Some("`chat = \"messages\"`")
     } else if has("instruction") && has("output") {
         Some("`chat = \"alpaca\"`")
@@ -202,7 +202,7 @@ fn role(name: &str) -> Result<&'static str, String> {
 mod tests {
     use super::*;
 
-    fn turns(line: &str, format: ChatFormat) -> Result<Vec<(String, Option<String>)>, String> {
+    fn turns(line: &str, format: ChatLayout) -> Result<Vec<(String, Option<String>)>, String> {
         let object: Value = serde_json::from_str(line).unwrap();
         Ok(messages(&object, &format)?.into_iter().map(|m| (m.role, m.content)).collect())
     }
@@ -214,7 +214,7 @@ mod tests {
     #[test]
     fn published_formats_are_the_same_chat() {
         let expected = of(&[("user", "Hi"), ("assistant", "Yo")]);
-        let list = |field: &str| ChatFormat::Messages { field: field.into() };
+        let list = |field: &str| ChatLayout::Messages { field: field.into() };
         for (line, format) in [
             (
                 r#"{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}]}"#,
@@ -228,22 +228,22 @@ mod tests {
                 r#"{"data": {"chat": [{"role": "user", "content": [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]}, {"role": "assistant", "content": "Yo"}]}}"#,
                 list("data.chat"),
             ),
-            (r#"{"instruction": "Hi", "input": "", "output": "Yo"}"#, ChatFormat::Alpaca),
-            (r#"{"prompt": "Hi", "completion": "Yo"}"#, ChatFormat::PromptCompletion),
+            (r#"{"instruction": "Hi", "input": "", "output": "Yo"}"#, ChatLayout::Alpaca),
+            (r#"{"prompt": "Hi", "completion": "Yo"}"#, ChatLayout::PromptCompletion),
             (
                 r#"{"prompt": [{"role": "user", "content": "Hi"}], "completion": [{"role": "assistant", "content": "Yo"}]}"#,
-                ChatFormat::PromptCompletion,
+                ChatLayout::PromptCompletion,
             ),
         ] {
             assert_eq!(turns(line, format).unwrap(), expected, "{line}");
         }
         let alpaca = r#"{"system": "Be brief.", "instruction": "Add", "input": "1, 2", "output": "3"}"#;
         let expected = of(&[("system", "Be brief."), ("user", "Add\n\n1, 2"), ("assistant", "3")]);
-        assert_eq!(turns(alpaca, ChatFormat::Alpaca).unwrap(), expected);
+        assert_eq!(turns(alpaca, ChatLayout::Alpaca).unwrap(), expected);
         let alpaca = r#"{"instruction": "Bye", "output": "Ciao", "history": [["Hi", "Yo"]]}"#;
         let expected = of(&[("user", "Hi"), ("assistant", "Yo"), ("user", "Bye"), ("assistant", "Ciao")]);
-        assert_eq!(turns(alpaca, ChatFormat::Alpaca).unwrap(), expected);
-        let wrong = turns(&alpaca.replace("[[\"Hi\", \"Yo\"]]", "[\"Hi\"]"), ChatFormat::Alpaca).unwrap_err();
+        assert_eq!(turns(alpaca, ChatLayout::Alpaca).unwrap(), expected);
+        let wrong = turns(&alpaca.replace("[[\"Hi\", \"Yo\"]]", "[\"Hi\"]"), ChatLayout::Alpaca).unwrap_err();
         assert_eq!(wrong, "`history` must be a list of pairs of a request and an answer, not a string");
     }
 
@@ -260,7 +260,7 @@ mod tests {
             for text in [r#""role": "assistant", "content": "x""#, r#""from": "gpt", "value": "x""#] {
                 let line = format!("{{\"messages\": [{{{text}{fields}}}]}}");
                 let object: Value = serde_json::from_str(&line).unwrap();
-                let found = messages(&object, &ChatFormat::Messages { field: "messages".into() });
+                let found = messages(&object, &ChatLayout::Messages { field: "messages".into() });
                 assert_eq!(found.ok().map(|messages| messages[0].learned), learned, "{line}");
             }
         }
@@ -268,7 +268,7 @@ mod tests {
 
     #[test]
     fn tool_calls_may_lack_a_content_and_nothing_else_may() {
-        let list = || ChatFormat::Messages { field: "messages".into() };
+        let list = || ChatLayout::Messages { field: "messages".into() };
         let call = r#"{"messages": [{"role": "developer", "content": "x"}, {"role": "assistant", "content": null,
             "tool_calls": [{"function": {"name": "add", "arguments": "{}"}}]}, {"role": "tool", "content": "3"}]}"#;
         let found = turns(call, list()).unwrap();

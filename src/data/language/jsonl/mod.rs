@@ -29,13 +29,13 @@ use crate::bad_records::BadRecordPolicy;
 use crate::base::features::IGNORE_INDEX;
 use crate::cache::CacheKey;
 use crate::labels::{self, LabelLists};
-use crate::split::{self, KeyFile, SampleKeys, SplitMethod, SplitPlan, SplitSettings, TrainFiles};
+use crate::split::{self, KeyFile, SplitKeys, SplitMethod, SplitPlan, SplitSettings, TrainFiles};
 use crate::{DatasetContext, Datasets, TestSet, files, warnings};
 use lines::convert_lines;
 use record::{RecordContent, RecordReader};
 use tokenized::TokenizedRecords;
 
-pub use chat_formats::ChatFormat;
+pub use chat_formats::ChatLayout;
 pub use jinja::MAX_TEMPLATE_BYTES as TEMPLATE_BYTES;
 pub use record::{ChatLossScope, OverlongPolicy};
 pub use template::{BUILTIN_TEMPLATES as TEMPLATES, ChatMessage, ChatTemplate};
@@ -75,7 +75,7 @@ pub struct JsonlSettings {
 /// Chat messages and how they are rendered.
 #[derive(Clone, Debug)]
 pub struct ChatSettings {
-    pub format: ChatFormat,
+    pub format: ChatLayout,
     /// A built-in template's name, a template's source, or "auto" for the tokenizer's own.
     pub template: String,
     pub loss: ChatLossScope,
@@ -162,7 +162,7 @@ pub fn open(settings: &JsonlSettings, ctx: &DatasetContext) -> Result<Datasets, 
         true => None,
         false => {
             let groups = train.records.groups.clone().map(|path| KeyFile { path, noun: "sample" });
-            let keys: Option<&dyn SampleKeys> = match (&settings.split.method, &groups) {
+            let keys: Option<&dyn SplitKeys> = match (&settings.split.method, &groups) {
                 (SplitMethod::Grouped(_), Some(groups)) => Some(groups),
                 (SplitMethod::Stratified, _) if settings.label.is_some() => Some(train.as_ref()),
                 _ => None,
@@ -490,7 +490,7 @@ impl Dataset for DocumentDataset {
 }
 
 /// The classes of the samples, or their sets of labels.
-impl SampleKeys for DocumentDataset {
+impl SplitKeys for DocumentDataset {
     fn for_each(&self, visit: &mut dyn FnMut(u64) -> Result<(), DataError>) -> Result<(), DataError> {
         (0..self.len()).try_for_each(|index| visit(self.records.label_set(index)? as u64))
     }

@@ -7,7 +7,7 @@ use serde_json::Value;
 use super::super::DataError;
 use super::super::text_memory::{TextError, check_bytes, json_bytes};
 use super::super::tokenizer::Tokenizer;
-use super::chat_formats::{self, ChatFormat};
+use super::chat_formats::{self, ChatLayout};
 use super::lines::LineContext;
 use super::template::{ChatTemplate, RenderedChat};
 use crate::bad_records::BadRecordPolicy;
@@ -19,7 +19,7 @@ pub enum RecordContent {
     /// The text in this field.
     Text { field: String },
     /// The messages, rendered by the template.
-    Chat { format: ChatFormat, template: Box<ChatTemplate>, loss: ChatLossScope },
+    Chat { format: ChatLayout, template: Box<ChatTemplate>, loss: ChatLossScope },
 }
 
 /// Which tokens of a chat contribute to the loss.
@@ -216,7 +216,7 @@ impl RecordReader<'_> {
 
 /// Refuses a record that lacks one of the fields `names`, with the chat format that it seems to have instead of
 /// `format`.
-fn require(object: &Value, names: &[&str], format: Option<&ChatFormat>) -> Result<(), TextError> {
+fn require(object: &Value, names: &[&str], format: Option<&ChatLayout>) -> Result<(), TextError> {
     let Some(missing) = names.iter().find(|name| lookup(object, name).is_none()) else { return Ok(()) };
     let problem = field(object, missing).err().unwrap_or_default();
     Err(TextError::MissingField(match chat_formats::suggest(object, format) {
@@ -318,7 +318,7 @@ mod tests {
     fn chat(loss: ChatLossScope) -> RecordContent {
         let plain = BUILTIN_TEMPLATES.iter().find(|(name, _)| *name == "plain").unwrap().1;
         let template = Box::new(ChatTemplate::new(plain, String::new(), String::new()).unwrap());
-        RecordContent::Chat { format: ChatFormat::Messages { field: "messages".into() }, template, loss }
+        RecordContent::Chat { format: ChatLayout::Messages { field: "messages".into() }, template, loss }
     }
 
     fn read(

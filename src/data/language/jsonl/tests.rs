@@ -1,6 +1,6 @@
 use super::*;
 use crate::cache::Cache;
-use crate::split::{Fold, ValidSet};
+use crate::split::{FoldIndex, ValidSet};
 use crate::{SliceMut, published_dataset};
 
 struct JsonlFixture {
@@ -56,7 +56,7 @@ fn whole() -> SplitSettings {
 }
 
 fn chat(loss: ChatLossScope) -> Option<ChatSettings> {
-    let format = ChatFormat::Messages { field: "messages".into() };
+    let format = ChatLayout::Messages { field: "messages".into() };
     Some(ChatSettings { format, template: "plain".into(), loss })
 }
 
@@ -374,7 +374,7 @@ fn records_are_split_by_class_by_group_and_into_folds() {
         let number = |text: &String| text["record ".len()..].parse::<usize>().unwrap() / 3;
         texts.iter().map(number).collect::<BTreeSet<_>>()
     };
-    let fold = |index| ValidSet::Fold(Fold { index, folds: 4 });
+    let fold = |index| ValidSet::Fold(FoldIndex { index, folds: 4 });
     let mut all: Vec<String> = Vec::new();
     for index in 0..4 {
         let [train, valid, test] = of(SplitMethod::Grouped("user".into()), fold(index));

@@ -77,7 +77,6 @@ fn network(d: &mut ParamRegistry, sizes: TestSizes) -> Network {
     let loss = CrossEntropy {
         name: "head".into(),
         weight,
-        tied: false,
         bias: None,
         positions: length,
         width,

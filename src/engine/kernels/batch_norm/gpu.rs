@@ -21,7 +21,7 @@ impl BatchNormKernel<'_> {
         residual: Option<(&Tensor, ClampActivation)>,
     ) -> Result<(Tensor, Tensor)> {
         let running = running.map(|r| (r.mean, r.var, r.momentum));
-        self.with_clamp(x, residual)?.forward(device, x, running, residual.map(|(onto, _)| onto))
+        self.with_clamp(x, residual)?.forward(device, x, running, residual.map(|(x, _)| x))
     }
 
     /// With the clamp that follows the residual add, if there is one.

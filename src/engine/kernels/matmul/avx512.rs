@@ -113,10 +113,10 @@ impl Operands {
 }
 
 /// A panel of `b`, row by row.
-type Panel = [[__m512; PANEL_VECTORS]; PANEL_K];
+type PackedPanel = [[__m512; PANEL_VECTORS]; PANEL_K];
 
 /// Bytes of stack that [`gemm_panels`] takes.
-pub(super) const STACK_BYTES: usize = size_of::<Panel>();
+pub(super) const STACK_BYTES: usize = size_of::<PackedPanel>();
 
 #[target_feature(enable = "avx512f")]
 unsafe fn gemm_panels(
@@ -128,7 +128,7 @@ unsafe fn gemm_panels(
     stride: usize,
     accumulate: bool,
 ) {
-    let mut panel = std::mem::MaybeUninit::<Panel>::uninit();
+    let mut panel = std::mem::MaybeUninit::<PackedPanel>::uninit();
     let packed = panel.as_mut_ptr().cast::<f32>();
     let (k_blocks, vectors) = (k.div_ceil(PANEL_K), n.div_ceil(LANES));
     let n_blocks = vectors.div_ceil(PANEL_VECTORS);
@@ -339,8 +339,8 @@ mod tests {
             m in 1usize..150,
             k in 1usize..600,
             n in 1usize..150,
-            turn_a: bool,
-            turn_b: bool,
+            transpose_a: bool,
+            transpose_b: bool,
             add: bool,
             gap in 0usize..9,
             threads in 1usize..5,
@@ -352,7 +352,7 @@ mod tests {
             let (a, b, stride) = (values(m * k, 1), values(k * n, 2), n + gap);
             let before = values(m * stride, 3);
             let mut out = before.clone();
-            let (x, y) = (mat_view(&a, m, k, turn_a), mat_view(&b, k, n, turn_b));
+            let (x, y) = (mat_view(&a, m, k, transpose_a), mat_view(&b, k, n, transpose_b));
             // SAFETY: the CPU has AVX-512, and `out` has `m` rows of `stride` values.
             unsafe { gemm(&mut out, stride, x, y, add) };
             let mut parallel = before.clone();

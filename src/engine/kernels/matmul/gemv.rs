@@ -83,7 +83,7 @@ pub(super) fn gemv<T: Elem, O: Elem<Acc = T::Acc>>(
         let row = &a.data[i * a.row_stride..][..k];
         vectorised!(T, || x.iter_mut().zip(row).for_each(|(x, v)| *x = v.to_acc()));
     }
-    let sink = Sink { out: DisjointSliceMut::new(out), stride, n, accumulate, epilogue };
+    let sink = GemvOutput { out: DisjointSliceMut::new(out), stride, n, accumulate, epilogue };
     // A matrix of one row or column may be either; with one column the transpose is contiguous.
     let transposed = b.row_stride == 1 && (b.col_stride != 1 || n == 1);
     let columns = match transposed {
@@ -111,7 +111,7 @@ pub(super) fn gemv<T: Elem, O: Elem<Acc = T::Acc>>(
 }
 
 /// Where results go.
-struct Sink<'a, O> {
+struct GemvOutput<'a, O> {
     out: DisjointSliceMut<'a, O>,
     stride: usize,
     /// Columns of the result.
@@ -120,7 +120,7 @@ struct Sink<'a, O> {
     epilogue: CpuEpilogue<'a, O>,
 }
 
-impl<O: Elem> Sink<'_, O> {
+impl<O: Elem> GemvOutput<'_, O> {
     /// Stores sums of row `i` from column `first` on. Only the task that owns these columns may call this.
     #[inline(always)]
     fn store(&self, i: usize, first: usize, sums: &[O::Acc]) {
@@ -147,7 +147,7 @@ fn dots<T: Elem, O: Elem<Acc = T::Acc>>(
     b: &MatView<T>,
     first: usize,
     width: usize,
-    sink: &Sink<O>,
+    sink: &GemvOutput<O>,
 ) {
     let column = |j: usize| &b.data[j * b.col_stride..][..k];
     vectorised!(T, || {
@@ -201,7 +201,7 @@ fn sums<T: Elem, O: Elem<Acc = T::Acc>>(
     b: &MatView<T>,
     first: usize,
     width: usize,
-    sink: &Sink<O>,
+    sink: &GemvOutput<O>,
 ) {
     let row = |p: usize| &b.data[p * b.row_stride + first..][..width];
     vectorised!(T, || {

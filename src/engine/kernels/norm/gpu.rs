@@ -56,7 +56,7 @@ impl NormKernel<'_> {
         needs_input_grad: bool,
         NormBackwardFusion { residual_grad, dx_column_sums, recompute_output }: NormBackwardFusion,
     ) -> Result<Option<Tensor>> {
-        if residual_grad.is_some_and(|onto| onto.elem_count() != x.elem_count()) {
+        if residual_grad.is_some_and(|grad| grad.elem_count() != x.elem_count()) {
             candle_core::bail!("norm: the residual gradient differs from shape {:?}", x.dims())
         }
         let dx = if needs_input_grad { Some(uninit(device, x.dtype(), x.shape())?) } else { None };

@@ -11,6 +11,7 @@ use serde_json::Value;
 use super::super::error::ExportError;
 use super::super::tokenizer::{ExportedTokenizer, byte_text};
 use super::super::{ExportSource, TokenizerSource};
+use super::Metadata;
 use super::container::MetadataValue;
 
 /// Codes of `tokenizer.ggml.token_type`.
@@ -55,8 +56,6 @@ struct Token {
     kind: i32,
     score: f32,
 }
-
-type Metadata = Vec<(String, MetadataValue)>;
 
 /// The metadata of a model of `vocab` tokens, and a note on what the user should know.
 pub(super) fn metadata(

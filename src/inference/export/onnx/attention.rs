@@ -1,7 +1,7 @@
 //! Attention and what belongs to it: rotary embeddings and masks.
 
-use super::graph::GraphBuilder;
-use super::proto::Attribute;
+use super::graph::OnnxGraphBuilder;
+use super::proto::AttributeProto;
 use crate::kernels::attention::AttentionDims;
 
 /// The masked score: finite, so that a row without any visible key gives no NaN.
@@ -20,7 +20,7 @@ pub(super) struct AttentionInputs {
 
 impl AttentionInputs {
     /// Derives the padding from a mask of (batch, length) that is 0 there.
-    pub(super) fn set_padding(&mut self, graph: &mut GraphBuilder, mask: &str) {
+    pub(super) fn set_padding(&mut self, graph: &mut OnnxGraphBuilder, mask: &str) {
         let zero = graph.int(0);
         let padding = graph.node("Equal", &[mask, &zero]);
         let axes = graph.ints(&[1, 2]);
@@ -28,7 +28,7 @@ impl AttentionInputs {
     }
 
     /// `tokens` is (batch, length).
-    fn future(&mut self, graph: &mut GraphBuilder, tokens: &str) -> String {
+    fn future(&mut self, graph: &mut OnnxGraphBuilder, tokens: &str) -> String {
         if let Some(future) = &self.future {
             return future.clone();
         }
@@ -46,7 +46,7 @@ impl AttentionInputs {
     /// The tables of `context` positions, cut to the length of the tokens.
     fn rotary(
         &mut self,
-        graph: &mut GraphBuilder,
+        graph: &mut OnnxGraphBuilder,
         tokens: &str,
         context: usize,
         rope: Rope,
@@ -93,14 +93,14 @@ impl AttentionNode<'_> {
     /// Takes queries, keys and values, each (batch, length, its heads * head_dim), and gives the outputs of the heads.
     pub(super) fn add(
         &self,
-        graph: &mut GraphBuilder,
+        graph: &mut OnnxGraphBuilder,
         shared: &mut AttentionInputs,
         [q, k, v]: [&str; 3],
     ) -> String {
         let AttentionDims { heads, kv_heads, head_dim, .. } = self.dims;
         let (head, kv, group) = (head_dim as i64, kv_heads as i64, (heads / kv_heads) as i64);
         // (batch, kv_heads, group, length, head_dim): the queries of a group share its keys by broadcasting.
-        let split = |graph: &mut GraphBuilder, x: &str, group: i64| {
+        let split = |graph: &mut OnnxGraphBuilder, x: &str, group: i64| {
             let x = graph.reshape(x, &[0, 0, kv, group, head]);
             graph.transpose(&x, &[0, 2, 3, 1, 4])
         };
@@ -123,7 +123,7 @@ impl AttentionNode<'_> {
             let padding = graph.node("Unsqueeze", &[padding, &axis]);
             scores = graph.node("Where", &[&padding, &masked, &scores]);
         }
-        let weights = graph.node_with("Softmax", &[&scores], vec![Attribute::int("axis", -1)]);
+        let weights = graph.node_with("Softmax", &[&scores], vec![AttributeProto::int("axis", -1)]);
         let y = graph.node("MatMul", &[&weights, &v]);
         let y = graph.transpose(&y, &[0, 3, 1, 2, 4]);
         graph.reshape(&y, &[0, 0, kv * group * head])
@@ -131,7 +131,7 @@ impl AttentionNode<'_> {
 }
 
 /// Rotates value `i` of each head with value `i + half`.
-fn rotate(graph: &mut GraphBuilder, x: &str, half: usize, cos: &str, sin: &str) -> String {
+fn rotate(graph: &mut OnnxGraphBuilder, x: &str, half: usize, cos: &str, sin: &str) -> String {
     let parts = graph.split_last(x, &[half, half]);
     let [a, b] = [&parts[0], &parts[1]];
     let (ac, bs) = (graph.node("Mul", &[a, cos]), graph.node("Mul", &[b, sin]));

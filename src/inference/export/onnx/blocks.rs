@@ -3,7 +3,7 @@
 
 use super::super::ExportSource;
 use super::super::error::ExportError;
-use super::super::weights::{TensorMapping, WeightDtype, WeightFiles};
+use super::super::weights::{SavedWeights, TensorMapping, WeightDtype};
 use super::file::{Initializer, scale_name};
 use super::proto::{FLOAT, INT4, INT8};
 use crate::quantization::blocks::{self, BlockBits, BlockLayout};
@@ -39,7 +39,7 @@ impl<'a> BlockTensor<'a> {
     }
 
     /// The bytes of its values.
-    pub(super) fn encode(&self, source: &ExportSource, files: &WeightFiles) -> Result<Vec<u8>, ExportError> {
+    pub(super) fn encode(&self, source: &ExportSource, files: &SavedWeights) -> Result<Vec<u8>, ExportError> {
         let (weight, layout, bits) = match self {
             Self::Float(weight) => return WeightDtype::F32.encode(&weight.param, &weight.read(files)?),
             Self::Integers(weight, layout, bits) | Self::Scales(weight, layout, bits) => {

@@ -17,8 +17,8 @@ use super::super::error::ExportError;
 use super::super::folder::ExportFolder;
 use super::super::weights::{TensorMapping, WeightDtype};
 use super::proto::{
-    self, BFLOAT16, EXTERNAL, Entry, FLOAT, FLOAT16, GRAPH_INITIALIZER, Graph, INT4, INT8, INT32,
-    MODEL_GRAPH, Model, TENSOR_DATA_TYPE, TENSOR_EXTERNAL_DATA, TENSOR_NAME, TENSOR_RAW_DATA,
+    self, BFLOAT16, EXTERNAL, Entry, FLOAT, FLOAT16, GRAPH_INITIALIZER, GraphProto, INT4, INT8, INT32,
+    MODEL_GRAPH, ModelProto, TENSOR_DATA_TYPE, TENSOR_EXTERNAL_DATA, TENSOR_NAME, TENSOR_RAW_DATA,
 };
 use crate::base::regular_file;
 use crate::quantization::{AffineQuantization, blocks};
@@ -35,9 +35,9 @@ const ALIGNMENT: u64 = 4096;
 /// What is written before the weights.
 pub(super) struct ModelHead {
     /// Without its graph.
-    pub model: Model,
+    pub model: ModelProto,
     /// Without the weights among its initializers.
-    pub graph: Graph,
+    pub graph: GraphProto,
 }
 
 /// A weight as it is written.
@@ -95,11 +95,11 @@ pub(super) fn write(
     progress: &mut dyn ExportProgress,
 ) -> Result<(), ExportError> {
     progress.started(weights.iter().map(Initializer::bytes).sum());
-    let tensor = |weight: &Initializer| proto::Tensor {
+    let tensor = |weight: &Initializer| proto::TensorProto {
         dims: weight.shape.iter().map(|dim| *dim as i64).collect(),
         data_type: weight.data_type,
         name: weight.name.clone(),
-        ..proto::Tensor::default()
+        ..proto::TensorProto::default()
     };
     let (model, graph) = (head.model.encode_to_vec(), head.graph.encode_to_vec());
     // Of each weight: everything before its values, and the length of the message.
@@ -139,12 +139,16 @@ pub(super) fn write(
             entry("offset", data.position().to_string()),
             entry("length", weight.bytes().to_string()),
         ];
-        graph.initializer.push(proto::Tensor { external_data, data_location: EXTERNAL, ..tensor(weight) });
+        graph.initializer.push(proto::TensorProto {
+            external_data,
+            data_location: EXTERNAL,
+            ..tensor(weight)
+        });
         data.write(&encode(at)?)?;
         progress.tensor_written(&weight.name, weight.bytes());
     }
     data.finish()?;
-    file.write(&Model { graph: Some(graph), ..head.model }.encode_to_vec())?;
+    file.write(&ModelProto { graph: Some(graph), ..head.model }.encode_to_vec())?;
     file.finish()
 }
 
@@ -157,12 +161,12 @@ struct Location {
 }
 
 /// The initializers of a written file.
-pub(in super::super) struct Reader {
+pub(in super::super) struct OnnxReader {
     folder: PathBuf,
     initializers: BTreeMap<String, Location>,
 }
 
-impl Reader {
+impl OnnxReader {
     pub(in super::super) fn open(folder: &Path) -> Result<Self, ExportError> {
         let path = folder.join(MODEL);
         let file = regular_file::open(&path).map_err(ExportError::io("open", &path))?;
@@ -360,7 +364,7 @@ mod tests {
     use candle_core::{Device, Tensor};
 
     use super::super::super::NoExportProgress;
-    use super::super::super::weights::{Transform, WeightFiles};
+    use super::super::super::weights::{SavedWeights, Transform};
     use super::*;
     use crate::params::{MemoryFormat, ParamInit, TensorSpec, TensorUse};
 
@@ -380,18 +384,18 @@ mod tests {
         };
         let mapping = TensorMapping::new("w", &spec, Transform::Transpose);
         for (limit, external) in [(MAX_MESSAGE_BYTES, false), (1000, true)] {
-            let head = ModelHead { model: Model::default(), graph: Graph::default() };
+            let head = ModelHead { model: ModelProto::default(), graph: GraphProto::default() };
             let folder = ExportFolder::create(&target, true).unwrap();
-            let files = WeightFiles::open(&source, &source).unwrap();
+            let files = SavedWeights::open(&source, &source).unwrap();
             let weights = [Initializer::new("w", &mapping.shape, FLOAT)];
             let mut encode = |_| WeightDtype::F32.encode("w", &mapping.read(&files)?);
             write(head, &weights, &mut encode, limit, &folder, &mut NoExportProgress).unwrap();
             folder.commit().unwrap();
             assert_eq!(target.join(EXTERNAL_DATA).exists(), external);
-            let parsed = Model::decode(std::fs::read(target.join(MODEL)).unwrap().as_slice()).unwrap();
+            let parsed = ModelProto::decode(std::fs::read(target.join(MODEL)).unwrap().as_slice()).unwrap();
             let tensor = &parsed.graph.unwrap().initializer[0];
             assert_eq!((tensor.dims.as_slice(), tensor.data_location), (&[30, 20][..], external as i32));
-            let mut reader = Reader::open(&target).unwrap();
+            let mut reader = OnnxReader::open(&target).unwrap();
             assert_eq!(mapping.restore(reader.read(&mapping).unwrap()), values);
         }
     }

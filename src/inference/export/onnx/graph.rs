@@ -2,7 +2,7 @@
 
 use super::super::weights::{TensorMapping, Transform, WeightDtype};
 use super::file::{scale_name, zero_point_name};
-use super::proto::{Attribute, FLOAT, INT8, INT64, Node, Tensor};
+use super::proto::{AttributeProto, FLOAT, INT8, INT64, NodeProto, TensorProto};
 use crate::kernels::Activation;
 use crate::layers::group_norm;
 use crate::params::TensorSpec;
@@ -10,9 +10,9 @@ use crate::quantization::AffineQuantization;
 use crate::quantization::blocks::{self, BlockBits};
 
 /// Nodes are named after the layer that they belong to.
-pub(super) struct GraphBuilder {
-    pub nodes: Vec<Node>,
-    pub constants: Vec<Tensor>,
+pub(super) struct OnnxGraphBuilder {
+    pub nodes: Vec<NodeProto>,
+    pub constants: Vec<TensorProto>,
     /// Initializers that are read from the checkpoint.
     pub weights: Vec<TensorMapping>,
     dtype: WeightDtype,
@@ -23,7 +23,7 @@ pub(super) struct GraphBuilder {
     count: usize,
 }
 
-impl GraphBuilder {
+impl OnnxGraphBuilder {
     pub(super) fn new(dtype: WeightDtype, blocks: Option<BlockBits>) -> Self {
         Self {
             nodes: Vec::new(),
@@ -57,7 +57,7 @@ impl GraphBuilder {
         op: &str,
         inputs: &[&str],
         outputs: usize,
-        attributes: Vec<Attribute>,
+        attributes: Vec<AttributeProto>,
     ) -> Vec<String> {
         let name = format!("{}/{op}_{}", self.layer, self.count);
         self.count += 1;
@@ -65,7 +65,7 @@ impl GraphBuilder {
             1 => vec![name.clone()],
             _ => (0..outputs).map(|i| format!("{name}:{i}")).collect(),
         };
-        self.nodes.push(Node {
+        self.nodes.push(NodeProto {
             input: inputs.iter().map(|input| (*input).to_owned()).collect(),
             output: output.clone(),
             name,
@@ -76,7 +76,7 @@ impl GraphBuilder {
     }
 
     /// Adds a node with one output and returns its name.
-    pub(super) fn node_with(&mut self, op: &str, inputs: &[&str], attributes: Vec<Attribute>) -> String {
+    pub(super) fn node_with(&mut self, op: &str, inputs: &[&str], attributes: Vec<AttributeProto>) -> String {
         self.node_with_outputs(op, inputs, 1, attributes).swap_remove(0)
     }
 
@@ -98,12 +98,12 @@ impl GraphBuilder {
         }
         let output = cast(&spec.name);
         if !known {
-            self.nodes.push(Node {
+            self.nodes.push(NodeProto {
                 input: vec![spec.name.clone()],
                 output: vec![output.clone()],
                 name: output.clone(),
                 op_type: "Cast".into(),
-                attribute: vec![Attribute::int("to", FLOAT.into())],
+                attribute: vec![AttributeProto::int("to", FLOAT.into())],
             });
         }
         output
@@ -118,14 +118,14 @@ impl GraphBuilder {
         let mapping = TensorMapping::new(spec.name.clone(), spec, transform);
         self.weights.push(TensorMapping { block_axis: Some(axis), ..mapping });
         let output = format!("{}/f32", spec.name);
-        self.nodes.push(Node {
+        self.nodes.push(NodeProto {
             input: vec![spec.name.clone(), scale_name(&spec.name)],
             output: vec![output.clone()],
             name: output.clone(),
             op_type: "DequantizeLinear".into(),
             attribute: vec![
-                Attribute::int("axis", axis as i64),
-                Attribute::int("block_size", blocks::BLOCK as i64),
+                AttributeProto::int("axis", axis as i64),
+                AttributeProto::int("block_size", blocks::BLOCK as i64),
             ],
         });
         output
@@ -133,7 +133,7 @@ impl GraphBuilder {
 
     fn constant(&mut self, dims: &[usize], data_type: i32, raw_data: Vec<u8>) -> String {
         let dims: Vec<i64> = dims.iter().map(|dim| *dim as i64).collect();
-        let same = |known: &&Tensor| {
+        let same = |known: &&TensorProto| {
             known.dims == dims && known.data_type == data_type && known.raw_data.as_ref() == Some(&raw_data)
         };
         if let Some(known) = self.constants.iter().find(same) {
@@ -141,7 +141,13 @@ impl GraphBuilder {
         }
         let name = format!("constant_{}", self.constants.len());
         let raw_data = Some(raw_data);
-        self.constants.push(Tensor { dims, data_type, name: name.clone(), raw_data, ..Tensor::default() });
+        self.constants.push(TensorProto {
+            dims,
+            data_type,
+            name: name.clone(),
+            raw_data,
+            ..TensorProto::default()
+        });
         name
     }
 
@@ -169,16 +175,20 @@ impl GraphBuilder {
     }
 
     pub(super) fn transpose(&mut self, x: &str, permutation: &[i64]) -> String {
-        self.node_with("Transpose", &[x], vec![Attribute::ints("perm", permutation)])
+        self.node_with("Transpose", &[x], vec![AttributeProto::ints("perm", permutation)])
     }
 
     pub(super) fn concat(&mut self, parts: &[&str], axis: i64) -> String {
-        self.node_with("Concat", parts, vec![Attribute::int("axis", axis)])
+        self.node_with("Concat", parts, vec![AttributeProto::int("axis", axis)])
     }
 
     /// The dimension `axis` of a value, as a vector of one integer.
     pub(super) fn dim(&mut self, x: &str, axis: i64) -> String {
-        self.node_with("Shape", &[x], vec![Attribute::int("start", axis), Attribute::int("end", axis + 1)])
+        self.node_with(
+            "Shape",
+            &[x],
+            vec![AttributeProto::int("start", axis), AttributeProto::int("end", axis + 1)],
+        )
     }
 
     /// The first `end` rows of a table; `end` is a vector of one integer.
@@ -191,7 +201,7 @@ impl GraphBuilder {
     pub(super) fn split_last(&mut self, x: &str, widths: &[usize]) -> Vec<String> {
         let widths: Vec<i64> = widths.iter().map(|width| *width as i64).collect();
         let sizes = self.ints(&widths);
-        self.node_with_outputs("Split", &[x, &sizes], widths.len(), vec![Attribute::int("axis", -1)])
+        self.node_with_outputs("Split", &[x, &sizes], widths.len(), vec![AttributeProto::int("axis", -1)])
     }
 
     /// As instance norm over groups, then the weights per channel: opset 17 has no group norm. `shape` is that of a
@@ -208,7 +218,7 @@ impl GraphBuilder {
         let (ones, zeros) =
             (self.floats(&[groups], &vec![1.0; groups]), self.floats(&[groups], &vec![0.0; groups]));
         let grouped = self.reshape(x, &[0, groups as i64, -1]);
-        let attributes = vec![Attribute::float("epsilon", group_norm::EPS as f32)];
+        let attributes = vec![AttributeProto::float("epsilon", group_norm::EPS as f32)];
         let normalized = self.node_with("InstanceNormalization", &[&grouped, &ones, &zeros], attributes);
         let inner = shape.iter().take(shape.len() - 1).map(|dim| *dim as i64);
         let shape: Vec<i64> = [0, channels as i64].into_iter().chain(inner).collect();
@@ -245,7 +255,7 @@ impl GraphBuilder {
             let table = self.concat(&[&table, &zeros], 0);
             let axis = self.ints(&[1]);
             let column = self.node("Squeeze", &[column, &axis]);
-            let index = self.node_with("Cast", &[&column], vec![Attribute::int("to", INT64.into())]);
+            let index = self.node_with("Cast", &[&column], vec![AttributeProto::int("to", INT64.into())]);
             parts.push(self.node("Gather", &[&table, &index]));
         }
         let parts: Vec<&str> = parts.iter().map(String::as_str).collect();
@@ -257,7 +267,12 @@ impl GraphBuilder {
     pub(super) fn quantized(&mut self, point: &str, quantization: AffineQuantization, x: &str) -> String {
         let mut scalar = |name: String, data_type: i32, bytes: Vec<u8>| {
             let raw_data = Some(bytes);
-            self.constants.push(Tensor { data_type, name: name.clone(), raw_data, ..Tensor::default() });
+            self.constants.push(TensorProto {
+                data_type,
+                name: name.clone(),
+                raw_data,
+                ..TensorProto::default()
+            });
             name
         };
         let scale = scalar(scale_name(point), FLOAT, quantization.scale.to_le_bytes().into());

@@ -5,8 +5,8 @@ use std::any::Any;
 use super::super::error::ExportError;
 use super::super::weights::Transform;
 use super::attention::{AttentionInputs, AttentionNode, Rope};
-use super::graph::GraphBuilder;
-use super::proto::Attribute;
+use super::graph::OnnxGraphBuilder;
+use super::proto::AttributeProto;
 use crate::base::features::Features;
 use crate::graph::network::{Network, Node};
 use crate::job::ModelConfig;
@@ -46,7 +46,7 @@ pub(super) struct Activations {
 
 /// Walks over a network and adds the nodes of its layers to a graph.
 pub(super) struct NetworkExport<'a> {
-    graph: GraphBuilder,
+    graph: OnnxGraphBuilder,
     layout: &'a ParamLayout,
     input: String,
     /// Shape of an input sample.
@@ -60,7 +60,7 @@ pub(super) struct NetworkExport<'a> {
 impl<'a> NetworkExport<'a> {
     /// `input` is the name of the graph's input.
     pub(super) fn new(
-        graph: GraphBuilder,
+        graph: OnnxGraphBuilder,
         layout: &'a ParamLayout,
         model: &ModelConfig,
         features: &Features,
@@ -83,7 +83,7 @@ impl<'a> NetworkExport<'a> {
         self.attention.set_padding(&mut self.graph, mask);
     }
 
-    pub(super) fn into_graph(self) -> GraphBuilder {
+    pub(super) fn into_graph(self) -> OnnxGraphBuilder {
         self.graph
     }
 
@@ -124,7 +124,9 @@ impl<'a> NetworkExport<'a> {
                     let sum = self.graph.activation(sum, residual.act);
                     Activations { parts: vec![sum], shape: residual.output_shape.clone() }
                 }
-                Node::Fused(fused) => return Err(ExportError::UnsupportedLayer { layer: fused.describe() }),
+                Node::Fused(fused) => {
+                    return Err(ExportError::UnsupportedLayer { layer: fused.describe() });
+                }
             };
         }
         Ok(x)
@@ -190,7 +192,7 @@ impl<'a> NetworkExport<'a> {
         } else if let Some(flatten) = any.downcast_ref::<Flatten>() {
             match flatten.shape.len() {
                 0 | 1 => x,
-                _ => self.graph.node_with("Flatten", &[&x], vec![Attribute::int("axis", 1)]),
+                _ => self.graph.node_with("Flatten", &[&x], vec![AttributeProto::int("axis", 1)]),
             }
         } else if let Some(embedding) = any.downcast_ref::<Embedding>() {
             self.embedding(embedding, &x)
@@ -210,11 +212,11 @@ impl<'a> NetworkExport<'a> {
             self.graph.node_with("MaxPool", &[&x], window(&pool.window))
         } else if let Some(pool) = any.downcast_ref::<AvgPool>() {
             let mut attributes = window(&pool.window);
-            attributes.push(Attribute::int("count_include_pad", 1));
+            attributes.push(AttributeProto::int("count_include_pad", 1));
             self.graph.node_with("AveragePool", &[&x], attributes)
         } else if any.is::<GlobalAvgPool>() {
             let mean = self.graph.node("GlobalAveragePool", &[&x]);
-            self.graph.node_with("Flatten", &[&mean], vec![Attribute::int("axis", 1)])
+            self.graph.node_with("Flatten", &[&mean], vec![AttributeProto::int("axis", 1)])
         } else if let Some(gate) = any.downcast_ref::<SqueezeExcite>() {
             let hidden = self.graph.node("GlobalAveragePool", &[&x]);
             let hidden = self.conv(&hidden, gate.fc1[0], Some(gate.fc1[1]), Vec::new());
@@ -226,7 +228,7 @@ impl<'a> NetworkExport<'a> {
             self.class_token(token, shape, &x)
         } else if any.is::<FirstToken>() {
             let first = self.graph.int(0);
-            self.graph.node_with("Gather", &[&x, &first], vec![Attribute::int("axis", 1)])
+            self.graph.node_with("Gather", &[&x, &first], vec![AttributeProto::int("axis", 1)])
         } else {
             return Err(ExportError::UnsupportedLayer { layer: layer.name().to_owned() });
         })
@@ -247,7 +249,7 @@ impl<'a> NetworkExport<'a> {
             let transposed = matches!(layout, WeightLayout::OutIn) as i64;
             let weight = self.graph.matrix(weight, Transform::Copy, transposed as usize);
             let inputs: Vec<&str> = [x.as_str(), &weight].into_iter().chain(bias.as_deref()).collect();
-            return self.graph.node_with("Gemm", &inputs, vec![Attribute::int("transB", transposed)]);
+            return self.graph.node_with("Gemm", &inputs, vec![AttributeProto::int("transB", transposed)]);
         }
         // A matmul over a sequence takes the weight as (inputs, outputs).
         let transform = match layout {
@@ -329,18 +331,21 @@ impl<'a> NetworkExport<'a> {
         let weight = self.weight(norm.weight, Transform::Copy);
         if let Some(bias) = norm.bias {
             let bias = self.weight(bias, Transform::Copy);
-            let attributes = vec![Attribute::int("axis", -1), Attribute::float("epsilon", norm.eps as f32)];
+            let attributes =
+                vec![AttributeProto::int("axis", -1), AttributeProto::float("epsilon", norm.eps as f32)];
             return self.graph.node_with("LayerNormalization", &[x, &weight, &bias], attributes);
         }
         let square = self.graph.node("Mul", &[x, x]);
-        let keep = Attribute::int("keepdims", 1);
+        let keep = AttributeProto::int("keepdims", 1);
         // The axes are an input from version 18 on.
         let mean = match self.graph.opset() {
             (18.., _) => {
                 let axes = self.graph.ints(&[-1]);
                 self.graph.node_with("ReduceMean", &[&square, &axes], vec![keep])
             }
-            _ => self.graph.node_with("ReduceMean", &[&square], vec![Attribute::ints("axes", [-1]), keep]),
+            _ => {
+                self.graph.node_with("ReduceMean", &[&square], vec![AttributeProto::ints("axes", [-1]), keep])
+            }
         };
         let eps = self.graph.float(norm.eps as f32);
         let sum = self.graph.node("Add", &[&mean, &eps]);
@@ -354,7 +359,7 @@ impl<'a> NetworkExport<'a> {
         x: &str,
         weight: ParamId,
         bias: Option<ParamId>,
-        attributes: Vec<Attribute>,
+        attributes: Vec<AttributeProto>,
     ) -> String {
         let weight = self.weight(weight, Transform::Copy);
         let bias = bias.map(|bias| self.weight(bias, Transform::Copy));
@@ -382,7 +387,7 @@ impl<'a> NetworkExport<'a> {
             let (weight, bias) =
                 (export.weight(norm.weight, Transform::Copy), export.weight(norm.bias, Transform::Copy));
             let (mean, var) = (export.stat(norm.running_mean), export.stat(norm.running_var));
-            let attributes = vec![Attribute::float("epsilon", batch_norm::EPS as f32)];
+            let attributes = vec![AttributeProto::float("epsilon", batch_norm::EPS as f32)];
             export.graph.node_with("BatchNormalization", &[&x, &weight, &bias, &mean, &var], attributes)
         });
         self.clamp(y, norm.act)
@@ -420,21 +425,21 @@ impl<'a> NetworkExport<'a> {
     }
 }
 
-pub(super) fn conv_attributes(geometry: &ConvGeometry) -> Vec<Attribute> {
+pub(super) fn conv_attributes(geometry: &ConvGeometry) -> Vec<AttributeProto> {
     let both = |value: usize| [value as i64; 2];
     vec![
-        Attribute::ints("kernel_shape", both(geometry.kernel)),
-        Attribute::ints("strides", both(geometry.stride)),
-        Attribute::ints("pads", [geometry.padding as i64; 4]),
-        Attribute::ints("dilations", both(geometry.dilation)),
-        Attribute::int("group", geometry.groups as i64),
+        AttributeProto::ints("kernel_shape", both(geometry.kernel)),
+        AttributeProto::ints("strides", both(geometry.stride)),
+        AttributeProto::ints("pads", [geometry.padding as i64; 4]),
+        AttributeProto::ints("dilations", both(geometry.dilation)),
+        AttributeProto::int("group", geometry.groups as i64),
     ]
 }
 
-pub(super) fn window(window: &PoolGeometry) -> Vec<Attribute> {
+pub(super) fn window(window: &PoolGeometry) -> Vec<AttributeProto> {
     vec![
-        Attribute::ints("kernel_shape", [window.size as i64; 2]),
-        Attribute::ints("strides", [window.stride as i64; 2]),
-        Attribute::ints("pads", [window.padding as i64; 4]),
+        AttributeProto::ints("kernel_shape", [window.size as i64; 2]),
+        AttributeProto::ints("strides", [window.stride as i64; 2]),
+        AttributeProto::ints("pads", [window.padding as i64; 4]),
     ]
 }

@@ -12,7 +12,7 @@ pub(super) const BFLOAT16: i32 = 16;
 pub(super) const INT4: i32 = 22;
 
 #[derive(Clone, PartialEq, Message)]
-pub(super) struct Model {
+pub(super) struct ModelProto {
     #[prost(int64, tag = "1")]
     pub ir_version: i64,
     #[prost(string, tag = "2")]
@@ -20,14 +20,14 @@ pub(super) struct Model {
     #[prost(string, tag = "3")]
     pub producer_version: String,
     #[prost(message, optional, tag = "7")]
-    pub graph: Option<Graph>,
+    pub graph: Option<GraphProto>,
     #[prost(message, repeated, tag = "8")]
     pub opset_import: Vec<OperatorSet>,
     #[prost(message, repeated, tag = "14")]
     pub metadata_props: Vec<Entry>,
 }
 
-/// Field of a [`Model`] that holds its graph.
+/// Field of a [`ModelProto`] that holds its graph.
 pub(super) const MODEL_GRAPH: u64 = 7;
 
 #[derive(Clone, PartialEq, Message)]
@@ -48,24 +48,24 @@ pub(super) struct Entry {
 }
 
 #[derive(Clone, PartialEq, Message)]
-pub(super) struct Graph {
+pub(super) struct GraphProto {
     #[prost(message, repeated, tag = "1")]
-    pub node: Vec<Node>,
+    pub node: Vec<NodeProto>,
     #[prost(string, tag = "2")]
     pub name: String,
     #[prost(message, repeated, tag = "5")]
-    pub initializer: Vec<Tensor>,
+    pub initializer: Vec<TensorProto>,
     #[prost(message, repeated, tag = "11")]
-    pub input: Vec<ValueInfo>,
+    pub input: Vec<ValueInfoProto>,
     #[prost(message, repeated, tag = "12")]
-    pub output: Vec<ValueInfo>,
+    pub output: Vec<ValueInfoProto>,
 }
 
-/// Field of a [`Graph`] that holds an initializer.
+/// Field of a [`GraphProto`] that holds an initializer.
 pub(super) const GRAPH_INITIALIZER: u64 = 5;
 
 #[derive(Clone, PartialEq, Message)]
-pub(super) struct Node {
+pub(super) struct NodeProto {
     #[prost(string, repeated, tag = "1")]
     pub input: Vec<String>,
     #[prost(string, repeated, tag = "2")]
@@ -75,12 +75,12 @@ pub(super) struct Node {
     #[prost(string, tag = "4")]
     pub op_type: String,
     #[prost(message, repeated, tag = "5")]
-    pub attribute: Vec<Attribute>,
+    pub attribute: Vec<AttributeProto>,
 }
 
 /// A value of one of three types. Values are optional because a checker counts those that are present, zeros included.
 #[derive(Clone, PartialEq, Message)]
-pub(super) struct Attribute {
+pub(super) struct AttributeProto {
     #[prost(string, tag = "1")]
     pub name: String,
     #[prost(float, optional, tag = "2")]
@@ -94,7 +94,7 @@ pub(super) struct Attribute {
     pub kind: i32,
 }
 
-impl Attribute {
+impl AttributeProto {
     pub(super) fn int(name: &str, i: i64) -> Self {
         Self { name: name.into(), i: Some(i), kind: 2, ..Self::default() }
     }
@@ -109,7 +109,7 @@ impl Attribute {
 }
 
 #[derive(Clone, PartialEq, Message)]
-pub(super) struct Tensor {
+pub(super) struct TensorProto {
     #[prost(int64, repeated, packed = "false", tag = "1")]
     pub dims: Vec<i64>,
     #[prost(int32, tag = "2")]
@@ -126,7 +126,7 @@ pub(super) struct Tensor {
     pub data_location: i32,
 }
 
-/// Fields of a [`Tensor`].
+/// Fields of a [`TensorProto`].
 pub(super) const TENSOR_DATA_TYPE: u64 = 2;
 pub(super) const TENSOR_NAME: u64 = 8;
 pub(super) const TENSOR_RAW_DATA: u64 = 9;
@@ -134,7 +134,7 @@ pub(super) const TENSOR_EXTERNAL_DATA: u64 = 13;
 pub(super) const EXTERNAL: i32 = 1;
 
 #[derive(Clone, PartialEq, Message)]
-pub(super) struct ValueInfo {
+pub(super) struct ValueInfoProto {
     #[prost(string, tag = "1")]
     pub name: String,
     #[prost(message, optional, tag = "2")]
@@ -177,7 +177,7 @@ pub(super) enum Dim {
     Dynamic(&'static str),
 }
 
-impl ValueInfo {
+impl ValueInfoProto {
     pub(super) fn new(name: &str, elem_type: i32, dims: &[Dim]) -> Self {
         let dim = |dim: &Dim| match dim {
             Dim::Fixed(value) => Dimension { value: Some(*value as i64), param: None },

@@ -3,11 +3,11 @@
 
 use super::super::error::ExportError;
 use super::super::folded::{FoldedNetwork, FoldedWeights, Op};
-use super::super::weights::WeightFiles;
+use super::super::weights::SavedWeights;
 use super::file::{Initializer, scale_name};
-use super::graph::GraphBuilder;
+use super::graph::OnnxGraphBuilder;
 use super::layers::{conv_attributes, window};
-use super::proto::{Attribute, FLOAT, INT8, INT32};
+use super::proto::{AttributeProto, FLOAT, INT8, INT32};
 
 /// A tensor of quantized weights.
 pub(super) struct QuantizedWeight {
@@ -28,7 +28,7 @@ enum WeightPart {
 
 /// The graph of a network, the initializers of its quantized weights, and the name of its output.
 pub(super) struct QuantizedGraph {
-    pub graph: GraphBuilder,
+    pub graph: OnnxGraphBuilder,
     pub initializers: Vec<Initializer>,
     pub weights: Vec<QuantizedWeight>,
     pub output: String,
@@ -37,7 +37,7 @@ pub(super) struct QuantizedGraph {
 impl QuantizedGraph {
     pub(super) fn new(
         network: &FoldedNetwork,
-        graph: GraphBuilder,
+        graph: OnnxGraphBuilder,
         input: &str,
     ) -> Result<Self, ExportError> {
         let mut this = Self { graph, initializers: Vec::new(), weights: Vec::new(), output: input.into() };
@@ -75,7 +75,7 @@ impl QuantizedGraph {
     ) -> Result<String, ExportError> {
         let operator = &network.operators[at];
         let (x, input) = (inputs[0], &network.values[operator.inputs[0]]);
-        let flatten = || vec![Attribute::int("axis", 1)];
+        let flatten = || vec![AttributeProto::int("axis", 1)];
         Ok(match &operator.op {
             Op::Conv(_, weights) | Op::Linear(weights) => {
                 let Some(quantization) = input.quantization else {
@@ -86,9 +86,11 @@ impl QuantizedGraph {
                     Op::Conv(geometry, _) => {
                         self.graph.node_with("Conv", &[x, &weight, &bias], conv_attributes(geometry))
                     }
-                    _ => {
-                        self.graph.node_with("Gemm", &[x, &weight, &bias], vec![Attribute::int("transB", 1)])
-                    }
+                    _ => self.graph.node_with(
+                        "Gemm",
+                        &[x, &weight, &bias],
+                        vec![AttributeProto::int("transB", 1)],
+                    ),
                 }
             }
             Op::MaxPool(geometry) => self.graph.node_with("MaxPool", &[x], window(geometry)),
@@ -122,7 +124,7 @@ impl QuantizedGraph {
             self.weights.push(QuantizedWeight { operator, part, input_scale });
             self.initializers.push(Initializer::new(&scale, &outputs, FLOAT));
             self.weights.push(QuantizedWeight { operator, part: scale_part, input_scale });
-            self.graph.node_with("DequantizeLinear", &[name, &scale], vec![Attribute::int("axis", 0)])
+            self.graph.node_with("DequantizeLinear", &[name, &scale], vec![AttributeProto::int("axis", 0)])
         })
     }
 }
@@ -132,7 +134,7 @@ impl QuantizedWeight {
     pub(super) fn encode(
         &self,
         network: &FoldedNetwork,
-        files: &WeightFiles,
+        files: &SavedWeights,
     ) -> Result<Vec<u8>, ExportError> {
         let (Op::Conv(_, weights) | Op::Linear(weights)) = &network.operators[self.operator].op else {
             return Ok(Vec::new());

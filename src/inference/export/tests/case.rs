@@ -22,7 +22,7 @@ pub(super) const LETTERS: &str = "\n abcdefghijklmnopqrstuvwxyzéß€";
 
 /// What the samples of a case are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Samples {
+pub(super) enum SampleKind {
     Vectors,
     /// Two numeric columns, and categories of 3 and 5.
     Table,
@@ -35,39 +35,39 @@ pub(super) enum Samples {
     Text,
 }
 
-pub(super) const CASES: [(&str, &str, Samples); 17] = [
-    ("mlp", "kind = 'mlp'\nhidden = [24, 16]\nactivation = 'gelu'\ndropout = 0.1", Samples::Vectors),
-    ("mlp-table", "kind = 'mlp'\nhidden = [24]\nactivation = 'silu'", Samples::Table),
-    ("mlp-values", "kind = 'mlp'\nhidden = [8]", Samples::ImageValues),
+pub(super) const CASES: [(&str, &str, SampleKind); 17] = [
+    ("mlp", "kind = 'mlp'\nhidden = [24, 16]\nactivation = 'gelu'\ndropout = 0.1", SampleKind::Vectors),
+    ("mlp-table", "kind = 'mlp'\nhidden = [24]\nactivation = 'silu'", SampleKind::Table),
+    ("mlp-values", "kind = 'mlp'\nhidden = [8]", SampleKind::ImageValues),
     (
         "cnn",
         "kind = 'cnn'\nstages = [{ channels = 8, norm = 'batch' }, { channels = 12, norm = 'group', stride = 2 }, \
          { channels = 6, pool = 1, kernel = 5 }]\nhidden = [10]\nactivation = 'gelu_tanh'",
-        Samples::Images(16, 20, 3),
+        SampleKind::Images(16, 20, 3),
     ),
-    ("resnet-small", "kind = 'resnet'\ndepth = 18\nstem = 'small'", Samples::Images(16, 16, 1)),
-    ("resnet50", "kind = 'resnet'\ndepth = 50", Samples::Images(64, 64, 3)),
-    ("mobilenet", "kind = 'mobilenet'\nwidth = 0.35", Samples::Images(64, 64, 3)),
-    ("mobilenet-small", "kind = 'mobilenet'\nwidth = 1.0\nstem = 'small'", Samples::Images(32, 32, 3)),
-    ("vit", "kind = 'vit'\npatch = 4\nlayers = 2\nheads = 4\nwidth = 32", Samples::Images(16, 16, 3)),
-    ("vit-wide", "kind = 'vit'\npatch = 4\nlayers = 1\nheads = 2\nwidth = 16", Samples::Images(8, 16, 1)),
-    ("gpt", "kind = 'gpt'\nlayers = 3\nheads = 4\nwidth = 64\ncontext = 64", Samples::Tokens),
+    ("resnet-small", "kind = 'resnet'\ndepth = 18\nstem = 'small'", SampleKind::Images(16, 16, 1)),
+    ("resnet50", "kind = 'resnet'\ndepth = 50", SampleKind::Images(64, 64, 3)),
+    ("mobilenet", "kind = 'mobilenet'\nwidth = 0.35", SampleKind::Images(64, 64, 3)),
+    ("mobilenet-small", "kind = 'mobilenet'\nwidth = 1.0\nstem = 'small'", SampleKind::Images(32, 32, 3)),
+    ("vit", "kind = 'vit'\npatch = 4\nlayers = 2\nheads = 4\nwidth = 32", SampleKind::Images(16, 16, 3)),
+    ("vit-wide", "kind = 'vit'\npatch = 4\nlayers = 1\nheads = 2\nwidth = 16", SampleKind::Images(8, 16, 1)),
+    ("gpt", "kind = 'gpt'\nlayers = 3\nheads = 4\nwidth = 64\ncontext = 64", SampleKind::Tokens),
     (
         "gpt-untied",
         "kind = 'gpt'\nlayers = 2\nheads = 2\nwidth = 48\ncontext = 64\ntie = false",
-        Samples::Tokens,
+        SampleKind::Tokens,
     ),
     (
         "llama",
         "kind = 'llama'\nlayers = 3\nheads = 4\nkv_heads = 2\nwidth = 64\nhidden = 96\ncontext = 64\nrope_theta = 5000.0",
-        Samples::Tokens,
+        SampleKind::Tokens,
     ),
     (
         "llama-tied",
         "kind = 'llama'\nlayers = 2\nheads = 2\nkv_heads = 2\nwidth = 256\nhidden = 256\ncontext = 64\ntie = true",
-        Samples::Tokens,
+        SampleKind::Tokens,
     ),
-    ("bert", "kind = 'bert'\nlayers = 2\nheads = 4\nwidth = 32\nhidden = 48\ncontext = 64", Samples::Text),
+    ("bert", "kind = 'bert'\nlayers = 2\nheads = 4\nwidth = 32\nhidden = 48\ncontext = 64", SampleKind::Text),
     (
         "layers",
         "kind = 'layers'\nlayers = [{ kind = 'conv', channels = 8, kernel = 3, padding = 2, dilation = 2 }, \
@@ -78,13 +78,13 @@ pub(super) const CASES: [(&str, &str, Samples); 17] = [
          { kind = 'max_pool', size = 3, stride = 2, padding = 1 }, { kind = 'flatten' }, \
          { kind = 'linear', outputs = 12, bias = false }, { kind = 'batch_norm' }, { kind = 'tanh' }, \
          { kind = 'group_norm', groups = 3 }]",
-        Samples::Images(15, 13, 3),
+        SampleKind::Images(15, 13, 3),
     ),
     (
         "layers-pool",
         "kind = 'layers'\nlayers = [{ kind = 'conv', channels = 6 }, { kind = 'sigmoid' }, { kind = 'global_pool' }, \
          { kind = 'residual', layers = [{ kind = 'linear', outputs = 6 }, { kind = 'gelu' }] }]",
-        Samples::Images(9, 9, 2),
+        SampleKind::Images(9, 9, 2),
     ),
 ];
 
@@ -110,10 +110,10 @@ fn random_values(spec: &TensorSpec) -> Vec<f32> {
 }
 
 /// A model with random weights in a folder of its own.
-pub(super) struct Case {
+pub(super) struct ExportCase {
     pub name: &'static str,
     pub model: ModelConfig,
-    pub samples: Samples,
+    pub samples: SampleKind,
     pub features: Features,
     pub folder: PathBuf,
     /// If it was calibrated.
@@ -122,21 +122,21 @@ pub(super) struct Case {
     pub scales: Option<BlockScales>,
 }
 
-impl Case {
-    pub(super) fn new((name, text, samples): (&'static str, &str, Samples), root: &Path) -> Self {
+impl ExportCase {
+    pub(super) fn new((name, text, samples): (&'static str, &str, SampleKind), root: &Path) -> Self {
         let model: ModelConfig = toml::from_str(text).unwrap_or_else(|error| panic!("{text}: {error}"));
         let classes = || TargetSpec::Class { names: ["cat", "dog", "eel", "fox"].map(str::to_owned).into() };
         let floats = |shape: &[usize]| InputSpec::Floats { shape: shape.into() };
         let tokens = || InputSpec::Tokens { length: 24, vocab: LETTERS.chars().count() };
         let features = match samples {
-            Samples::Vectors => Features::new(floats(&[10]), classes()),
-            Samples::Table => {
+            SampleKind::Vectors => Features::new(floats(&[10]), classes()),
+            SampleKind::Table => {
                 Features::new(InputSpec::Tabular { num_numeric: 2, cardinalities: vec![3, 5] }, classes())
             }
-            Samples::Images(h, w, c) => Features::new(floats(&[h, w, c]), classes()),
-            Samples::ImageValues => Features::new(floats(&[4, 6, 2]), TargetSpec::Values { len: 2 }),
-            Samples::Tokens => Features::new(tokens(), TargetSpec::Tokens),
-            Samples::Text => Features::new(tokens(), classes()),
+            SampleKind::Images(h, w, c) => Features::new(floats(&[h, w, c]), classes()),
+            SampleKind::ImageValues => Features::new(floats(&[4, 6, 2]), TargetSpec::Values { len: 2 }),
+            SampleKind::Tokens => Features::new(tokens(), TargetSpec::Tokens),
+            SampleKind::Text => Features::new(tokens(), classes()),
         };
         let case =
             Self { name, model, samples, features, folder: root.join(name), activations: None, scales: None };
@@ -175,7 +175,7 @@ impl Case {
             weights: &weights,
             statistics: &weights,
             tokenizer: match self.samples {
-                Samples::Tokens | Samples::Text => TokenizerSource::File(tokenizer),
+                SampleKind::Tokens | SampleKind::Text => TokenizerSource::File(tokenizer),
                 _ => TokenizerSource::None,
             },
             chat_template: None,
@@ -222,20 +222,20 @@ impl Case {
         let len = dims.iter().product();
         let floats = noise("input", len);
         let inputs = match self.samples {
-            Samples::Tokens | Samples::Text => {
+            SampleKind::Tokens | SampleKind::Text => {
                 let vocab = LETTERS.chars().count() as u32;
                 let ids: Vec<u32> = (0..len as u32).map(|i| (i * 7 + i / 5) % vocab).collect();
                 Tensor::from_vec(ids, dims, &Device::Cpu).unwrap()
             }
             // The last index of a column means an unknown category.
-            Samples::Table => {
+            SampleKind::Table => {
                 let rows = (0..BATCH)
                     .flat_map(|i| [floats[2 * i], floats[2 * i + 1], (i + 1) as f32, (2 * i + 1) as f32]);
                 Tensor::from_vec(rows.collect(), dims, &Device::Cpu).unwrap()
             }
             _ => Tensor::from_vec(floats, dims, &Device::Cpu).unwrap(),
         };
-        let lengths = (self.samples == Samples::Text).then(|| vec![24, 9, 17]);
+        let lengths = (self.samples == SampleKind::Text).then(|| vec![24, 9, 17]);
         let logits = self.forward(&self.weights(), &self.features, &inputs, lengths.as_deref());
         (inputs, lengths, logits)
     }

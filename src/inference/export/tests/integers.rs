@@ -5,7 +5,7 @@ use std::sync::Arc;
 use candle_core::Tensor;
 
 use super::super::*;
-use super::case::{BATCH, CASES, Case};
+use super::case::{BATCH, CASES, ExportCase};
 use super::check_onnx_order;
 use crate::base::random::{RngKey, stream_id};
 use crate::quantization::ClipMethod;
@@ -25,7 +25,7 @@ fn largest_difference(a: &[f32], b: &[f32]) -> f32 {
 }
 
 /// Calibrates a case on its own input.
-fn calibrate(case: &mut Case) {
+fn calibrate(case: &mut ExportCase) {
     let observers = Arc::new(Observers::default());
     let (inputs, lengths, logits) = case.logits();
     let points = ActivationPoints::Observe(observers.clone());
@@ -36,7 +36,7 @@ fn calibrate(case: &mut Case) {
 }
 
 /// The logits of what was exported in integers, and the step of their quantization.
-fn quantized_logits(case: &Case, options: &ExportOptions) -> (Tensor, f32) {
+fn quantized_logits(case: &ExportCase, options: &ExportOptions) -> (Tensor, f32) {
     let all = case.activations.clone().unwrap();
     let (inputs, lengths, _) = case.logits();
     let weights = options.folder.with_added_extension("safetensors");
@@ -47,7 +47,7 @@ fn quantized_logits(case: &Case, options: &ExportOptions) -> (Tensor, f32) {
 }
 
 /// Exports a case with its matrices in blocks; the logits of what was read back.
-fn block_logits(case: &Case, quantized: QuantizedType) -> Tensor {
+fn block_logits(case: &ExportCase, quantized: QuantizedType) -> Tensor {
     let options = case.options(ExportFormat::Onnx, None, Some(quantized));
     case.export(&options).unwrap();
     let (inputs, lengths, _) = case.logits();
@@ -56,14 +56,14 @@ fn block_logits(case: &Case, quantized: QuantizedType) -> Tensor {
 }
 
 /// The logits of a case with its matrices in blocks of 8 and 4 bits; `None` if it has no such form.
-pub(super) fn write_blocks(case: &Case) -> Option<[Tensor; 2]> {
+pub(super) fn write_blocks(case: &ExportCase) -> Option<[Tensor; 2]> {
     let has_blocks = QuantizedType::Int4.supports(case.model.kind());
     has_blocks
         .then(|| [QuantizedType::Int8, QuantizedType::Int4].map(|quantized| block_logits(case, quantized)))
 }
 
 /// Exports a case in integers, in every format that has them. Returns its logits and their step.
-pub(super) fn write(case: &mut Case) -> Option<(Tensor, f32)> {
+pub(super) fn write(case: &mut ExportCase) -> Option<(Tensor, f32)> {
     if !QuantizedType::Int8.quantizes_activations(case.model.kind()) {
         return None;
     }
@@ -82,7 +82,12 @@ pub(super) fn write(case: &mut Case) -> Option<(Tensor, f32)> {
 const GOLDEN_STEPS: f32 = 12.0;
 
 /// Compares what a runtime computed from an export in integers with what is computed from it here.
-pub(super) fn check_golden(case: &mut Case, format: ExportFormat, quantized: QuantizedType, theirs: &[f32]) {
+pub(super) fn check_golden(
+    case: &mut ExportCase,
+    format: ExportFormat,
+    quantized: QuantizedType,
+    theirs: &[f32],
+) {
     if !quantized.quantizes_activations(case.model.kind()) {
         let ours = values(&block_logits(case, quantized));
         // Of the last position for a language model.
@@ -104,7 +109,7 @@ pub(super) fn check_golden(case: &mut Case, format: ExportFormat, quantized: Qua
 #[test]
 fn folded_batch_norms_compute_the_same() {
     let root = tempfile::tempdir().unwrap();
-    for case in CASES.into_iter().map(|case| Case::new(case, root.path())) {
+    for case in CASES.into_iter().map(|case| ExportCase::new(case, root.path())) {
         if !ExportFormat::Tflite.supports(case.model.kind()) {
             continue;
         }
@@ -129,7 +134,7 @@ fn folded_batch_norms_compute_the_same() {
 fn integers_compute_nearly_the_same() {
     let root = tempfile::tempdir().unwrap();
     for case in CASES {
-        let mut case = Case::new(case, root.path());
+        let mut case = ExportCase::new(case, root.path());
         if !QuantizedType::Int8.quantizes_activations(case.model.kind()) {
             continue;
         }
@@ -166,7 +171,7 @@ fn integers_compute_nearly_the_same() {
 #[test]
 fn blocks_compute_nearly_the_same() {
     let root = tempfile::tempdir().unwrap();
-    for case in CASES.into_iter().map(|case| Case::new(case, root.path())) {
+    for case in CASES.into_iter().map(|case| ExportCase::new(case, root.path())) {
         let Some([eight, four]) = write_blocks(&case) else { continue };
         let ours = values(&case.logits().2);
         let relative = |logits: &Tensor| largest_difference(&ours, &values(logits)) / largest(&ours);
@@ -185,7 +190,8 @@ fn blocks_compute_nearly_the_same() {
 #[test]
 fn a_range_that_is_missing_is_named() {
     let root = tempfile::tempdir().unwrap();
-    let mut case = Case::new(CASES.into_iter().find(|case| case.0 == "resnet-small").unwrap(), root.path());
+    let mut case =
+        ExportCase::new(CASES.into_iter().find(|case| case.0 == "resnet-small").unwrap(), root.path());
     calibrate(&mut case);
     case.activations.as_mut().unwrap().remove("layer1.0.bn1").unwrap();
     let options = case.options(ExportFormat::Tflite, None, Some(QuantizedType::Int8));
@@ -197,7 +203,7 @@ fn a_range_that_is_missing_is_named() {
 #[test]
 fn a_damaged_tflite_file_is_an_error() {
     let root = tempfile::tempdir().unwrap();
-    let case = Case::new(CASES.into_iter().find(|case| case.0 == "cnn").unwrap(), root.path());
+    let case = ExportCase::new(CASES.into_iter().find(|case| case.0 == "cnn").unwrap(), root.path());
     let options = case.options(ExportFormat::Tflite, None, None);
     case.export(&options).unwrap();
     let path = options.folder.join(tflite::FILE);
@@ -208,7 +214,7 @@ fn a_damaged_tflite_file_is_an_error() {
     let mapping = TensorMapping::new(name, spec, Transform::Permute([0, 2, 3, 1]));
     let read = |bytes: &[u8]| {
         std::fs::write(&path, bytes).unwrap();
-        tflite::Reader::open(&path).and_then(|reader| reader.read(&mapping))
+        tflite::TfliteReader::open(&path).and_then(|reader| reader.read(&mapping))
     };
     assert_eq!(read(&file).unwrap().len(), mapping.len());
     assert!(read(&file[..file.len() / 2]).is_err() && read(&[]).is_err());

@@ -2,14 +2,14 @@
 
 use candle_core::quantized::GgmlDType;
 
-use super::case::{CASES, Case};
+use super::case::{CASES, ExportCase};
 use super::*;
 use crate::params::TensorUse;
 use crate::quantization::blocks::BlockBits;
 use crate::quantization::grid::BlockGrid;
 
 /// Rounds the weights of the case's linear layers to `grid`, with a scale that rounding again would not choose.
-fn round(case: &mut Case, grid: BlockGrid) -> BTreeMap<String, Vec<f32>> {
+fn round(case: &mut ExportCase, grid: BlockGrid) -> BTreeMap<String, Vec<f32>> {
     let built = models::build(&case.model, &case.features).unwrap();
     let (mut original, mut scales) = (case.original(), BlockScales::new());
     let mut tensors = std::collections::HashMap::new();
@@ -59,7 +59,7 @@ fn rounded_weights_are_read_back_as_they_are() {
     ];
     let root = tempfile::tempdir().unwrap();
     for case in CASES.into_iter().filter(|case| ["gpt", "llama", "llama-tied"].contains(&case.0)) {
-        let mut case = Case::new(case, root.path());
+        let mut case = ExportCase::new(case, root.path());
         for (format, quantized, grid) in forms {
             let rounded = round(&mut case, grid);
             let options = case.options(format, None, Some(quantized));
@@ -79,7 +79,7 @@ fn rounded_weights_are_read_back_as_they_are() {
 fn gptq_without_a_grid_is_refused() {
     let root = tempfile::tempdir().unwrap();
     let error = |name: &str, format, quantize: &str| {
-        let case = Case::new(CASES.into_iter().find(|case| case.0 == name).unwrap(), root.path());
+        let case = ExportCase::new(CASES.into_iter().find(|case| case.0 == name).unwrap(), root.path());
         let quantize = Some(quantize).filter(|word| !word.is_empty()).map(|word| word.parse().unwrap());
         let options = ExportOptions { rounding: Rounding::Gptq, ..case.options(format, None, quantize) };
         let error = options.check(case.model.kind()).unwrap_err();

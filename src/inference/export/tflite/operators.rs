@@ -4,12 +4,13 @@
 //! moves values take and give integers; the others compute in floats, between a DEQUANTIZE and a QUANTIZE.
 
 use super::super::error::ExportError;
-use super::super::folded::{FoldedNetwork, FoldedWeights, Op, Operator, Value};
-use super::super::weights::{TensorMapping, Transform, WeightFiles};
+use super::super::folded::{FoldedNetwork, FoldedValue, FoldedWeights, Op, Operator};
+use super::super::weights::{SavedWeights, TensorMapping, Transform};
 use super::schema::{
     ADD, Builtin, CAST, CONCATENATION, CONV_2D, DEPTHWISE_CONV_2D, DEQUANTIZE, FLOAT32, FULLY_CONNECTED,
-    Field, GATHER, GELU, INT8, INT32, LOGISTIC, MAX_POOL_2D, MEAN, MUL, OperatorInfo, Options, PAD, PADV2,
-    QUANTIZE, RELU, RELU6, RESHAPE, RSQRT, SPLIT_V, SUB, TANH, TRANSPOSE, TensorInfo, TensorQuantization,
+    GATHER, GELU, INT8, INT32, LOGISTIC, MAX_POOL_2D, MEAN, MUL, OperatorInfo, OptionValue, Options, PAD,
+    PADV2, QUANTIZE, RELU, RELU6, RESHAPE, RSQRT, SPLIT_V, SUB, TANH, TRANSPOSE, TensorInfo,
+    TensorQuantization,
 };
 use crate::kernels::im2col::ConvGeometry;
 use crate::kernels::pool::PoolGeometry;
@@ -56,7 +57,7 @@ impl<'a> Output<'a> {
 }
 
 /// A graph under construction.
-pub(super) struct GraphBuilder {
+pub(super) struct TfliteGraphBuilder {
     pub tensors: Vec<TensorInfo>,
     /// The values of each tensor.
     pub values: Vec<TensorValues>,
@@ -81,8 +82,8 @@ fn is_depthwise(geometry: &ConvGeometry) -> bool {
     geometry.groups > 1 && geometry.groups == geometry.in_channels
 }
 
-fn fused(clamp: ClampActivation) -> Field {
-    Field::Byte(match clamp {
+fn fused(clamp: ClampActivation) -> OptionValue {
+    OptionValue::Byte(match clamp {
         ClampActivation::Identity => 0,
         ClampActivation::Relu => 1,
         ClampActivation::Relu6 => 3,
@@ -101,7 +102,7 @@ fn batched(shape: &[usize]) -> Vec<i32> {
     [1].into_iter().chain(shape.iter().map(|dim| *dim as i32)).collect()
 }
 
-impl GraphBuilder {
+impl TfliteGraphBuilder {
     /// The operators of a network; its input is tensor 0.
     pub(super) fn new(network: &FoldedNetwork, input: &str) -> Self {
         let mut graph =
@@ -151,7 +152,7 @@ impl GraphBuilder {
     }
 
     /// Stores a value as integers if it is quantized. What takes it as floats then takes what they stand for.
-    fn quantize(&mut self, at: usize, value: &Value) {
+    fn quantize(&mut self, at: usize, value: &FoldedValue) {
         if let (Some(quantization), Some(float), None) =
             (value.quantization, self.of_value[at].float, self.of_value[at].int8)
         {
@@ -161,7 +162,7 @@ impl GraphBuilder {
         }
     }
 
-    fn float_of(&mut self, at: usize, value: &Value) -> usize {
+    fn float_of(&mut self, at: usize, value: &FoldedValue) -> usize {
         match (self.of_value[at].float, self.of_value[at].int8) {
             (None, Some(int8)) => {
                 let name = format!("{}/dequantized", value.name);
@@ -273,7 +274,7 @@ impl GraphBuilder {
             }
             Op::GlobalPool => {
                 let axes = self.ints(&[2], &[1, 2]);
-                self.node(MEAN, &[x, axes], output, Options::new(27, &[Field::Bool(false)]))
+                self.node(MEAN, &[x, axes], output, Options::new(27, &[OptionValue::Bool(false)]))
             }
             Op::Flatten => {
                 let x = match *input_shape {
@@ -361,7 +362,7 @@ impl GraphBuilder {
 
     fn activation(&mut self, x: usize, act: Activation, output: Output) -> usize {
         let none = Options::default;
-        let gelu = |approximate| Options::new(116, &[Field::Bool(approximate)]);
+        let gelu = |approximate| Options::new(116, &[OptionValue::Bool(approximate)]);
         match act {
             Activation::Identity => x,
             Activation::Relu => self.node(RELU, &[x], output, none()),
@@ -383,14 +384,14 @@ impl GraphBuilder {
         x: usize,
         groups: usize,
         [weight, bias]: [TensorMapping; 2],
-        act: Field,
+        act: OptionValue,
         output: Output,
     ) -> usize {
         let shape = output.shape;
         let (values, channels): (usize, _) = (shape.iter().product(), shape[shape.len() - 1]);
         let (grouped, mean_shape) = ([values / channels, groups, channels / groups], [1, groups, 1]);
         let (add, mul, sub) = (Options::new(11, &[]), Options::new(21, &[]), Options::new(28, &[]));
-        let keep = Options::new(27, &[Field::Bool(true)]);
+        let keep = Options::new(27, &[OptionValue::Bool(true)]);
         let (axes, eps) = (self.ints(&[2], &[1, 3]), self.float(group_norm::EPS as f32));
         let mut step =
             |builtin: Builtin, inputs: &[usize], part: &str, shape: &[usize], options: &Options| {
@@ -423,7 +424,7 @@ impl GraphBuilder {
         tables: Vec<TensorMapping>,
         output: Output,
     ) -> usize {
-        let concatenation = |axis| Options::new(10, &[Field::Int(axis)]);
+        let concatenation = |axis| Options::new(10, &[OptionValue::Int(axis)]);
         let numeric = (num_numeric > 0).then_some(num_numeric);
         let widths: Vec<usize> = numeric.into_iter().chain(vec![1; tables.len()]).collect();
         let sizes: Vec<i32> = widths.iter().map(|width| *width as i32).collect();
@@ -435,7 +436,7 @@ impl GraphBuilder {
             })
             .collect();
         let (sizes, axis) = (self.ints(&[sizes.len()], &sizes), self.ints(&[], &[1]));
-        let splits = Options::new(79, &[Field::Int(columns.len() as i32)]);
+        let splits = Options::new(79, &[OptionValue::Int(columns.len() as i32)]);
         self.emit(SPLIT_V, &[x, sizes, axis], &columns, splits);
         let (numbers, categories) = columns.split_at(numeric.map_or(0, |_| 1));
         let mut parts = numbers.to_vec();
@@ -448,9 +449,9 @@ impl GraphBuilder {
             let all = self.stored(all_rows, FLOAT32, &[rows + 1, width], TensorValues::Computed);
             self.emit(CONCATENATION, &[table, zeros], &[all], concatenation(0));
             let indices = self.computed(Output::float(&index, &[1]), INT32);
-            let cast = Options::new(37, &[Field::Byte(FLOAT32), Field::Byte(INT32)]);
+            let cast = Options::new(37, &[OptionValue::Byte(FLOAT32), OptionValue::Byte(INT32)]);
             self.emit(CAST, &[*column], &[indices], cast);
-            let gather = Options::new(23, &[Field::Int(0)]);
+            let gather = Options::new(23, &[OptionValue::Int(0)]);
             let found = self.node(GATHER, &[all, indices], Output::float(&vectors, &[1, width]), gather);
             parts.push(self.reshape(found, Output::float(&vector, &[width])));
         }
@@ -467,12 +468,13 @@ fn tensor_quantization(quantization: AffineQuantization) -> TensorQuantization {
     }
 }
 
-fn conv_options(geometry: &ConvGeometry, padding: i8, act: Field) -> (Builtin, Options) {
-    let (stride, dilation) = (Field::Int(geometry.stride as i32), Field::Int(geometry.dilation as i32));
-    let padding = Field::Byte(padding);
+fn conv_options(geometry: &ConvGeometry, padding: i8, act: OptionValue) -> (Builtin, Options) {
+    let (stride, dilation) =
+        (OptionValue::Int(geometry.stride as i32), OptionValue::Int(geometry.dilation as i32));
+    let padding = OptionValue::Byte(padding);
     match is_depthwise(geometry) {
         true => {
-            let multiplier = Field::Int((geometry.out_channels / geometry.in_channels) as i32);
+            let multiplier = OptionValue::Int((geometry.out_channels / geometry.in_channels) as i32);
             let fields = [padding, stride, stride, multiplier, act, dilation, dilation];
             (DEPTHWISE_CONV_2D, Options::new(2, &fields))
         }
@@ -480,9 +482,9 @@ fn conv_options(geometry: &ConvGeometry, padding: i8, act: Field) -> (Builtin, O
     }
 }
 
-fn pool_options(window: &PoolGeometry, padding: i8, act: Field) -> Options {
-    let (stride, size) = (Field::Int(window.stride as i32), Field::Int(window.size as i32));
-    Options::new(5, &[Field::Byte(padding), stride, stride, size, size, act])
+fn pool_options(window: &PoolGeometry, padding: i8, act: OptionValue) -> Options {
+    let (stride, size) = (OptionValue::Int(window.stride as i32), OptionValue::Int(window.size as i32));
+    Options::new(5, &[OptionValue::Byte(padding), stride, stride, size, size, act])
 }
 
 /// The values of a tensor as the file has them.
@@ -497,7 +499,7 @@ impl TensorValues {
     pub(super) fn read(
         &self,
         network: &FoldedNetwork,
-        files: &WeightFiles,
+        files: &SavedWeights,
     ) -> Result<Option<Encoded>, ExportError> {
         let floats = |values: Vec<f32>| {
             let bytes = values.iter().flat_map(|value| value.to_le_bytes()).collect();

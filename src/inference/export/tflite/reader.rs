@@ -12,7 +12,7 @@ use crate::quantization::AffineQuantization;
 
 /// A table, by its position in the file.
 #[derive(Clone, Copy)]
-struct Table<'a> {
+struct FileTable<'a> {
     file: &'a [u8],
     at: usize,
 }
@@ -30,7 +30,7 @@ fn follow(file: &[u8], at: usize) -> Option<usize> {
     at.checked_add(u32_at(file, at)? as usize)
 }
 
-impl<'a> Table<'a> {
+impl<'a> FileTable<'a> {
     fn root(file: &'a [u8]) -> Option<Self> {
         Some(Self { file, at: follow(file, 0)? })
     }
@@ -86,7 +86,7 @@ struct Stored {
 }
 
 /// The tensors of a written file, which is in memory as a whole.
-pub(in super::super) struct Reader {
+pub(in super::super) struct TfliteReader {
     path: PathBuf,
     file: Vec<u8>,
     tensors: BTreeMap<String, Stored>,
@@ -95,7 +95,7 @@ pub(in super::super) struct Reader {
 /// Largest file: offsets are 32 bits, and runtimes take them as signed.
 pub(super) const MAX_BYTES: u64 = i32::MAX as u64;
 
-impl Reader {
+impl TfliteReader {
     pub(in super::super) fn open(path: &Path) -> Result<Self, ExportError> {
         let file = regular_file::read(path, MAX_BYTES).map_err(ExportError::io("read", path))?;
         let tensors = tensors(&file).ok_or_else(|| ExportError::read_back(path, "its tables are damaged"))?;
@@ -131,7 +131,7 @@ impl Reader {
     }
 }
 
-impl Reader {
+impl TfliteReader {
     /// How the values of an activation are stored.
     pub(in super::super) fn activation(&self, name: &str) -> Result<AffineQuantization, ExportError> {
         let stored = self.stored(name)?;
@@ -157,7 +157,7 @@ fn dequantized(mut values: Vec<f32>, shape: &[usize], quantization: &TensorQuant
 
 /// The tensors by name; `None` if an offset leads out of the file.
 fn tensors(file: &[u8]) -> Option<BTreeMap<String, Stored>> {
-    let model = Table::root(file)?;
+    let model = FileTable::root(file)?;
     let buffers = model.tables(4)?;
     let graph = *model.tables(2)?.first()?;
     let mut tensors = BTreeMap::new();
@@ -173,7 +173,7 @@ fn tensors(file: &[u8]) -> Option<BTreeMap<String, Stored>> {
     Some(tensors)
 }
 
-fn quantization(table: Table) -> Option<Option<TensorQuantization>> {
+fn quantization(table: FileTable) -> Option<Option<TensorQuantization>> {
     let scales = WeightDtype::F32.decode(&table.file[table.vector(2, 4)?]);
     let zero_points =
         table.file[table.vector(3, 8)?].as_chunks().0.iter().map(|b| i64::from_le_bytes(*b)).collect();

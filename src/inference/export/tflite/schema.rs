@@ -56,7 +56,7 @@ const LAST_DEPRECATED_CODE: i32 = 127;
 
 /// A field of an operator's options.
 #[derive(Clone, Copy, Debug)]
-pub(super) enum Field {
+pub(super) enum OptionValue {
     Byte(i8),
     Int(i32),
     Bool(bool),
@@ -66,11 +66,11 @@ pub(super) enum Field {
 #[derive(Clone, Debug, Default)]
 pub(super) struct Options {
     pub kind: u8,
-    pub fields: Vec<Field>,
+    pub fields: Vec<OptionValue>,
 }
 
 impl Options {
-    pub(super) fn new(kind: u8, fields: &[Field]) -> Self {
+    pub(super) fn new(kind: u8, fields: &[OptionValue]) -> Self {
         Self { kind, fields: fields.to_vec() }
     }
 }
@@ -104,13 +104,13 @@ pub(super) struct OperatorInfo {
     pub options: Options,
 }
 
-type Table = WIPOffset<TableFinishedWIPOffset>;
-type Tables<'a> = WIPOffset<Vector<'a, ForwardsUOffset<TableFinishedWIPOffset>>>;
+type TableOffset = WIPOffset<TableFinishedWIPOffset>;
+type TableOffsets<'a> = WIPOffset<Vector<'a, ForwardsUOffset<TableFinishedWIPOffset>>>;
 
 /// Writes the tables of a file, from the leaves to the root.
 pub(super) struct FileBuilder<'a> {
     builder: FlatBufferBuilder<'a>,
-    buffers: Vec<Table>,
+    buffers: Vec<TableOffset>,
     /// Zero points that tables share: those of weights are all 0, in 8 bytes each.
     zero_points: BTreeMap<Vec<i64>, WIPOffset<Vector<'a, i64>>>,
 }
@@ -170,7 +170,7 @@ impl<'a> FileBuilder<'a> {
         self.buffers.len() as u32 - 1
     }
 
-    fn tensor(&mut self, tensor: &TensorInfo) -> Table {
+    fn tensor(&mut self, tensor: &TensorInfo) -> TableOffset {
         let b = &mut self.builder;
         let (shape, name) = (b.create_vector(&tensor.shape), b.create_string(&tensor.name));
         let signature = tensor.dynamic_batch.then(|| {
@@ -202,7 +202,7 @@ impl<'a> FileBuilder<'a> {
         b.end_table(table)
     }
 
-    fn operator(&mut self, operator: &OperatorInfo, code: u32) -> Table {
+    fn operator(&mut self, operator: &OperatorInfo, code: u32) -> TableOffset {
         let b = &mut self.builder;
         let (inputs, outputs) = (b.create_vector(&operator.inputs), b.create_vector(&operator.outputs));
         let options = (operator.options.kind > 0).then(|| {
@@ -210,9 +210,9 @@ impl<'a> FileBuilder<'a> {
             for (number, field) in operator.options.fields.iter().enumerate() {
                 let at = slot(number as VOffsetT);
                 match field {
-                    Field::Byte(value) => b.push_slot_always(at, *value),
-                    Field::Int(value) => b.push_slot_always(at, *value),
-                    Field::Bool(value) => b.push_slot_always(at, *value),
+                    OptionValue::Byte(value) => b.push_slot_always(at, *value),
+                    OptionValue::Int(value) => b.push_slot_always(at, *value),
+                    OptionValue::Bool(value) => b.push_slot_always(at, *value),
                 }
             }
             b.end_table(table)
@@ -228,12 +228,12 @@ impl<'a> FileBuilder<'a> {
         b.end_table(table)
     }
 
-    fn tables(&mut self, tables: &[Table]) -> Tables<'a> {
+    fn tables(&mut self, tables: &[TableOffset]) -> TableOffsets<'a> {
         self.builder.create_vector(tables)
     }
 
     /// A name and a number, in the first two fields.
-    fn named_number(&mut self, name: &str, number: u32) -> Table {
+    fn named_number(&mut self, name: &str, number: u32) -> TableOffset {
         let name = self.builder.create_string(name);
         let table = self.builder.start_table();
         self.builder.push_slot_always(slot(0), name);
@@ -261,8 +261,8 @@ impl<'a> FileBuilder<'a> {
             }
         };
         let codes: Vec<u32> = operators.iter().map(|operator| code_of(operator.builtin)).collect();
-        let tensors: Vec<Table> = tensors.iter().map(|tensor| self.tensor(tensor)).collect();
-        let operators: Vec<Table> =
+        let tensors: Vec<TableOffset> = tensors.iter().map(|tensor| self.tensor(tensor)).collect();
+        let operators: Vec<TableOffset> =
             operators.iter().zip(codes).map(|(operator, code)| self.operator(operator, code)).collect();
         let (tensors, operators) = (self.tables(&tensors), self.tables(&operators));
         let ends = [input, output].map(|(_, tensor)| self.builder.create_vector(&[tensor as i32]));
@@ -285,7 +285,7 @@ impl<'a> FileBuilder<'a> {
             self.builder.push_slot_always(slot(2), key);
             self.builder.end_table(table)
         };
-        let codes: Vec<Table> = builtins
+        let codes: Vec<TableOffset> = builtins
             .iter()
             .map(|builtin| {
                 let table = self.builder.start_table();

@@ -9,7 +9,7 @@ use crate::kernels::reference::ReferenceScope;
 use crate::layers::gradcheck::{is_reference_under_test, random_tensor, relative_error, to_f64_vec};
 
 #[derive(Debug)]
-struct Case {
+struct DecodeCase {
     dims: AttentionDims,
     rotary: bool,
     /// Positions of each sequence.
@@ -19,7 +19,7 @@ struct Case {
     slots: Vec<usize>,
 }
 
-impl Case {
+impl DecodeCase {
     fn rotary(&self) -> Option<Rotary> {
         self.rotary.then(|| Rotary::new(self.longest(), self.dims.head_dim, 100.0))
     }
@@ -90,14 +90,14 @@ impl Case {
     }
 }
 
-fn cases() -> impl Strategy<Value = Case> {
+fn cases() -> impl Strategy<Value = DecodeCase> {
     let shape = (1usize..4, 1usize..4, 1usize..10, any::<bool>());
     let sequences = (proptest::collection::vec(1usize..40, 1..5), 1usize..45);
     (shape, sequences).prop_map(|((kv_heads, group, half, rotary), (lengths, chunk))| {
         let dims = AttentionDims { length: chunk, heads: kv_heads * group, kv_heads, head_dim: 2 * half };
         // Slots in another order than the rows, with one that no row has.
         let slots = (0..lengths.len()).map(|i| lengths.len() - i).collect();
-        Case { dims, rotary, lengths, chunk, slots }
+        DecodeCase { dims, rotary, lengths, chunk, slots }
     })
 }
 
@@ -130,7 +130,7 @@ fn tiles_are_joined_where_they_meet() {
     for (lengths, chunk) in [(vec![600, 257], 200), (vec![300], 1), (vec![520, 300], 512), (vec![256], 255)] {
         let dims = AttentionDims { length: chunk, heads: 4, kv_heads: 2, head_dim: 6 };
         let slots = (0..lengths.len()).collect();
-        Case { dims, rotary: true, lengths, chunk, slots }.check(DType::F64, 1e-12);
+        DecodeCase { dims, rotary: true, lengths, chunk, slots }.check(DType::F64, 1e-12);
     }
 }
 

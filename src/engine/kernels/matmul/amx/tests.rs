@@ -99,13 +99,13 @@ proptest! {
     #[test]
     fn gemm_matches_f64(
         (m, k, n) in (1usize..200, prop_oneof![1usize..1200, 1200usize..4000], 1usize..150),
-        (turn_a, turn_b, add, then) in any::<(bool, bool, bool, bool)>(),
+        (transpose_a, transpose_b, add, then) in any::<(bool, bool, bool, bool)>(),
         gap in 0usize..9,
     ) {
         if !skipped() {
             // Few rows for a large K, because the f64 sums are slow.
             let m = if k > 1200 { m / 8 + 1 } else { m };
-            let trial = GemmCase { m, k, n, transpose_a: turn_a, transpose_b: turn_b, add, with_epilogue: then, gap };
+            let trial = GemmCase { m, k, n, transpose_a, transpose_b, add, with_epilogue: then, gap };
             check_gemm::<f32, f32>(trial);
             check_gemm::<bf16, bf16>(trial);
             check_gemm::<bf16, f32>(trial);

@@ -16,7 +16,7 @@ __global__ void wait_for(int64_t nanoseconds) {
 
 } // namespace
 
-extern "C" int moment_occupy(int64_t nanoseconds, cudaStream_t stream) {
+extern "C" int timestamp_occupy(int64_t nanoseconds, cudaStream_t stream) {
     wait_for<<<1, 1, 0, stream>>>(nanoseconds);
     return cudaGetLastError();
 }

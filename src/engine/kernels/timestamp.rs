@@ -1,8 +1,8 @@
-//! Moments of a profile. On the CPU a moment is a reading of the host's clock; on a GPU it is an event in the compute
+//! Timestamps of a profile. On the CPU a timestamp is a reading of the host's clock; on a GPU it is an event in the compute
 //! stream, which the GPU timestamps when it gets there. Taking one never waits; the interval between two waits for
 //! both.
 //!
-//! Taking a moment takes time itself: a [`TimeAxis`] takes that out again.
+//! Taking a timestamp takes time itself: a [`TimeAxis`] takes that out again.
 
 use std::cell::Cell;
 #[cfg(feature = "cuda")]
@@ -16,7 +16,7 @@ use candle_core::cuda_backend::cudarc::driver::{CudaEvent, CudaStream, sys::CUev
 #[cfg(feature = "cuda")]
 use super::cuda::RawStream;
 
-/// Where moments are taken.
+/// Where timestamps are taken.
 #[derive(Clone, Default)]
 pub enum Clock {
     #[default]
@@ -26,13 +26,13 @@ pub enum Clock {
 }
 
 thread_local! {
-    /// Moments that this thread has taken.
+    /// Timestamps that this thread has taken.
     static TAKEN: Cell<u64> = const { Cell::new(0) };
 }
 
-pub struct Moment {
+pub struct Timestamp {
     reading: Reading,
-    /// Moments that its thread took before it.
+    /// Timestamps that its thread took before it.
     index: u64,
 }
 
@@ -52,7 +52,7 @@ impl Clock {
         }
     }
 
-    pub fn now(&self) -> Moment {
+    pub fn now(&self) -> Timestamp {
         let reading = match self {
             Self::Host => Reading::Host(Instant::now()),
             // An event is refused only by a device that has failed, which the next tensor read reports.
@@ -62,11 +62,11 @@ impl Clock {
                 Err(_) => Reading::Host(Instant::now()),
             },
         };
-        Moment { reading, index: TAKEN.replace(TAKEN.get() + 1) }
+        Timestamp { reading, index: TAKEN.replace(TAKEN.get() + 1) }
     }
 
     /// Keeps a GPU busy for this long, so that the host can enqueue what follows before any of it runs: the intervals
-    /// between the moments that follow are then those of the GPU. Does nothing on the CPU.
+    /// between the timestamps that follow are then those of the GPU. Does nothing on the CPU.
     pub fn occupy(&self, seconds: f64) {
         match self {
             Self::Host => {
@@ -77,7 +77,7 @@ impl Clock {
             Self::Stream(stream) => {
                 let nanoseconds = (1e9 * seconds.min(MAX_OCCUPIED_S)) as i64;
                 // SAFETY: the kernel takes no memory.
-                let _ = unsafe { moment_occupy(nanoseconds, stream.cu_stream().cast()) };
+                let _ = unsafe { timestamp_occupy(nanoseconds, stream.cu_stream().cast()) };
             }
         }
     }
@@ -88,12 +88,12 @@ const MAX_OCCUPIED_S: f64 = 1.0;
 
 #[cfg(feature = "cuda")]
 unsafe extern "C" {
-    fn moment_occupy(nanoseconds: i64, stream: RawStream) -> c_int;
+    fn timestamp_occupy(nanoseconds: i64, stream: RawStream) -> c_int;
 }
 
-impl Moment {
-    /// Moments taken from this one, which counts, to `later`, which does not; both are of one thread.
-    pub fn moments_to(&self, later: &Self) -> u64 {
+impl Timestamp {
+    /// Timestamps taken from this one, which counts, to `later`, which does not; both are of one thread.
+    pub fn timestamps_to(&self, later: &Self) -> u64 {
         later.index.saturating_sub(self.index)
     }
 
@@ -112,32 +112,36 @@ impl Moment {
     }
 }
 
-/// Seconds since an origin, without those spent on taking moments. Moments keep their order.
+/// Seconds since an origin, without those spent on taking timestamps. Timestamps keep their order.
 pub struct TimeAxis {
     first_index: u64,
-    /// By the index of the moment, from the origin on.
+    /// By the index of the timestamp, from the origin on.
     seconds: Vec<f64>,
 }
 
 impl TimeAxis {
-    /// The axis of the moments `taken` since `origin`, each of which took `moment_s` to take. Waits for them.
-    pub fn new<'a>(origin: &Moment, taken: impl IntoIterator<Item = &'a Moment>, moment_s: f64) -> Self {
+    /// The axis of the timestamps `taken` since `origin`, each of which took `timestamp_s` to take. Waits for them.
+    pub fn new<'a>(
+        origin: &Timestamp,
+        taken: impl IntoIterator<Item = &'a Timestamp>,
+        timestamp_s: f64,
+    ) -> Self {
         let mut seconds = vec![0.0];
-        for moment in taken {
-            let at = origin.moments_to(moment) as usize;
+        for timestamp in taken {
+            let at = origin.timestamps_to(timestamp) as usize;
             seconds.resize(seconds.len().max(at + 1), 0.0);
-            seconds[at] = origin.seconds_to(moment) - moment_s * at as f64;
+            seconds[at] = origin.seconds_to(timestamp) - timestamp_s * at as f64;
         }
         let mut latest = 0.0f64;
-        for moment in &mut seconds {
-            latest = latest.max(*moment);
-            *moment = latest;
+        for timestamp in &mut seconds {
+            latest = latest.max(*timestamp);
+            *timestamp = latest;
         }
         Self { first_index: origin.index, seconds }
     }
 
-    pub fn seconds(&self, moment: &Moment) -> f64 {
-        self.seconds[(moment.index - self.first_index) as usize]
+    pub fn seconds(&self, timestamp: &Timestamp) -> f64 {
+        self.seconds[(timestamp.index - self.first_index) as usize]
     }
 }
 
@@ -148,18 +152,18 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_axis_is_without_the_time_that_its_moments_took_and_keeps_their_order() {
+    fn an_axis_is_without_the_time_that_its_timestamps_took_and_keeps_their_order() {
         let start = Instant::now();
-        let moment = |milliseconds, index| Moment {
+        let timestamp = |milliseconds, index| Timestamp {
             reading: Reading::Host(start + Duration::from_millis(milliseconds)),
             index,
         };
-        let origin = moment(0, 7);
-        let taken = [moment(5, 8), moment(6, 9), moment(20, 10)];
+        let origin = timestamp(0, 7);
+        let taken = [timestamp(5, 8), timestamp(6, 9), timestamp(20, 10)];
         let axis = TimeAxis::new(&origin, &taken, 2e-3);
-        let seconds = taken.each_ref().map(|moment| (1e6 * axis.seconds(moment)).round());
-        // The second was taken 1 ms after the first, in less than the 2 ms of a moment: it stays at the first.
+        let seconds = taken.each_ref().map(|timestamp| (1e6 * axis.seconds(timestamp)).round());
+        // The second was taken 1 ms after the first, in less than the 2 ms of a timestamp: it stays at the first.
         assert_eq!(seconds, [3e3, 3e3, 14e3]);
-        assert_eq!((axis.seconds(&origin), origin.moments_to(&taken[2])), (0.0, 3));
+        assert_eq!((axis.seconds(&origin), origin.timestamps_to(&taken[2])), (0.0, 3));
     }
 }
