@@ -9,10 +9,9 @@ use super::check::SpannedError;
 use super::error::{ErrorCode, JobError};
 use super::source_map::WHOLE_FILE;
 use super::{
-    AugmentConfig, BestMetric, CategoryEncoding, ClassWeightsConfig, CsvConfig, INT8_KINDS, IdxConfig, Job,
-    JsonConfig, JsonlConfig, LogitSource, OptimizerConfig, ParquetConfig, Precision, PruneConfig,
-    PruneSchedule, PruneScope, PruneStructure, RunLength, SourceConfig, SplitKind, Task, TextConfig,
-    TokensConfig, WindowMode,
+    AugmentConfig, BestMetric, CategoryEncoding, ClassWeightsConfig, INT8_KINDS, IdxConfig, Job, JsonlConfig,
+    LogitSource, OptimizerConfig, Precision, PruneConfig, PruneSchedule, PruneScope, PruneStructure,
+    RunLength, SourceConfig, SplitKind, Task, TextConfig, TokensConfig, WindowMode,
 };
 
 /// Every contradiction in `job`, reported where `tree` states it.
@@ -106,9 +105,7 @@ pub(super) fn contradictions(job: &Job, tree: &DeTable) -> Vec<SpannedError> {
             );
         }
     }
-    if let SourceConfig::Csv(CsvConfig { columns, .. })
-    | SourceConfig::Json(JsonConfig { columns, .. })
-    | SourceConfig::Parquet(ParquetConfig { columns, .. }) = &job.data.source
+    if let Some(columns) = job.data.source.columns()
         && columns.label_separator.is_some()
         && matches!(columns.task, Task::Classes | Task::Values)
     {
@@ -187,9 +184,7 @@ pub(super) fn contradictions(job: &Job, tree: &DeTable) -> Vec<SpannedError> {
             );
         }
     }
-    if let SourceConfig::Csv(CsvConfig { columns, .. })
-    | SourceConfig::Json(JsonConfig { columns, .. })
-    | SourceConfig::Parquet(ParquetConfig { columns, .. }) = &job.data.source
+    if let Some(columns) = job.data.source.columns()
         && columns.encode == CategoryEncoding::Embed
         && !job.model.supports_embedding()
     {
@@ -284,16 +279,13 @@ fn split_contradictions(job: &Job, tree: &DeTable, report: &mut impl FnMut(&str,
             let message = "`data.split` is \"stratified\", but the records have no classes";
             report("data.split", message.into(), "name the field with the class as `label`".into());
         }
-        SourceConfig::Csv(CsvConfig { columns, .. })
-        | SourceConfig::Json(JsonConfig { columns, .. })
-        | SourceConfig::Parquet(ParquetConfig { columns, .. }) => {
-            if let Some(group) = group.filter(|group| columns.target.to_vec().iter().any(|t| t == group)) {
-                let hint =
-                    "no class would be in two sets: name another column, or use `split = \"stratified\"`";
-                report("data.group", format!("`data.group` is the target, `{group}`"), hint.into());
-            }
-        }
         _ => {}
+    }
+    if let Some(columns) = job.data.source.columns()
+        && let Some(group) = group.filter(|group| columns.target.to_vec().iter().any(|t| t == group))
+    {
+        let hint = "no class would be in two sets: name another column, or use `split = \"stratified\"`";
+        report("data.group", format!("`data.group` is the target, `{group}`"), hint.into());
     }
 }
 

@@ -10,13 +10,14 @@ use jiff::civil;
 use jiff::tz::TimeZone;
 
 use super::arrow_file::{ArrowArray, ArrowColumn, ArrowFile, ArrowType};
+use super::rows::{ColumnNames, RowReader};
 use super::time_zone;
 use crate::DataError;
 
 /// Reads the rows of a file.
 pub struct ArrowRows {
     file: ArrowFile,
-    pub names: Vec<String>,
+    names: Vec<String>,
     dictionaries: BTreeMap<i64, Vec<ArrowArray>>,
     next_batch: usize,
     batch: Vec<ArrowArray>,
@@ -49,9 +50,19 @@ impl ArrowRows {
             row: Vec::new(),
         })
     }
+}
 
-    /// The next row, and its number, from 1.
-    pub fn next(&mut self) -> Result<Option<(u64, &[u8])>, DataError> {
+impl RowReader for ArrowRows {
+    fn read_names(&mut self) -> Result<ColumnNames, DataError> {
+        Ok(ColumnNames { names: self.names.clone(), ..ColumnNames::default() })
+    }
+
+    /// The file declares what its batches take.
+    fn peak_bytes(&self) -> u64 {
+        0
+    }
+
+    fn next(&mut self) -> Result<Option<(u64, &[u8])>, DataError> {
         while self.next_row == self.rows {
             if self.next_batch == self.file.batches() {
                 return Ok(None);

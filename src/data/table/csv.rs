@@ -18,7 +18,7 @@ use super::encoding::RowEncoder;
 use super::index_evidence::{is_index_name, names_rows};
 use super::inference::{ColumnInference, MAX_WATCHED_COLUMNS, SAMPLE_ROWS};
 use super::row_index::{self, LONG_ROW_BYTES, RowBlock, RowIndex, RowScan};
-use super::rows::{ColumnNames, RowReader};
+use super::rows::{ColumnNames, open_rows};
 use super::schema::TableSchema;
 use super::text_encoding::TextEncoding;
 use super::{CellValue, RowCells, RowVisitor, TableReader};
@@ -27,7 +27,7 @@ use crate::cache::CacheKey;
 use crate::{BatchRow, DataError, Dataset, DatasetContext, Features, SampleKey};
 
 /// Header of a text file.
-pub struct CsvHeader {
+pub struct TableHeader {
     pub names: Vec<String>,
     /// Columns without a name.
     unnamed: Vec<usize>,
@@ -37,11 +37,11 @@ pub struct CsvHeader {
     body_offset: u64,
 }
 
-impl CsvHeader {
+impl TableHeader {
     pub fn read(file: &Path, dialect: Dialect) -> Result<Self, DataError> {
-        let mut reader = RowReader::open(file, dialect)?;
+        let mut reader = open_rows(file, dialect)?;
         let ColumnNames { names, unnamed, text_lists } = reader.read_names()?;
-        Ok(Self { names, unnamed, text_lists, body_offset: reader.offset })
+        Ok(Self { names, unnamed, text_lists, body_offset: reader.offset() })
     }
 
     /// Refuses a table that has no room for inputs and a target.
@@ -73,7 +73,7 @@ impl CsvHeader {
         parser: &CellParser,
         targets: &[String],
     ) -> Result<Vec<ColumnInference>, DataError> {
-        let mut reader = RowReader::open(file, dialect)?;
+        let mut reader = open_rows(file, dialect)?;
         let mut inferred = vec![ColumnInference::default(); self.names.len()];
         // A table may have very many columns and targets.
         let targets: HashSet<&String> = targets.iter().collect();
@@ -195,7 +195,7 @@ impl CsvTable {
     /// `headers` are those of `paths`, in order.
     pub fn open(
         paths: &[PathBuf],
-        headers: &[CsvHeader],
+        headers: &[TableHeader],
         dialect: Dialect,
         ctx: &DatasetContext,
     ) -> Result<Self, DataError> {

@@ -6,14 +6,14 @@ use std::sync::Arc;
 
 use super::arrow_file::{self, ArrowFile};
 use super::columns::{self, CellParser, Column, ColumnKind};
-use super::compressed_csv::{CompressedCsv, CompressedCsvDataset};
-use super::csv::{CsvDataset, CsvHeader, CsvTable};
+use super::csv::{CsvDataset, CsvTable, TableHeader};
 use super::dialect::{Dialect, RowFormat};
 use super::dialect_detection::DialectSettings;
 use super::encoding::RowEncoder;
 use super::inference::ColumnInference;
 use super::parquet::{ParquetDataset, ParquetFiles};
 use super::schema::TableSchema;
+use super::sequential_table::{SequentialDataset, SequentialTable};
 use super::split_keys::RowSplit;
 use super::statistics::{ColumnStatistics, StatisticsPass, TableStatistics};
 use super::text_encoding::TextEncoding;
@@ -59,17 +59,18 @@ impl TableFileFormat {
 /// A format whose dialect is known.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OpenFormat {
-    Csv(Dialect),
+    /// Rows of text, or read as such.
+    Rows(Dialect),
     Parquet,
 }
 
 impl OpenFormat {
     pub fn detect(format: TableFileFormat, first: &Path) -> Result<Self, DataError> {
         Ok(match format {
-            TableFileFormat::Csv(settings) => Self::Csv(settings.detect(first)?),
-            TableFileFormat::Json => Self::Csv(Dialect::json()),
+            TableFileFormat::Csv(settings) => Self::Rows(settings.detect(first)?),
+            TableFileFormat::Json => Self::Rows(Dialect::of_records(RowFormat::Json)),
             TableFileFormat::Parquet if arrow_file::is_arrow(&first_bytes(first)?) => {
-                Self::Csv(Dialect::arrow())
+                Self::Rows(Dialect::of_records(RowFormat::Arrow))
             }
             TableFileFormat::Parquet => Self::Parquet,
         })
@@ -77,7 +78,7 @@ impl OpenFormat {
 
     fn encoding(self) -> TextEncoding {
         match self {
-            Self::Csv(dialect) => dialect.encoding,
+            Self::Rows(dialect) => dialect.encoding,
             Self::Parquet => TextEncoding::Utf8,
         }
     }
@@ -290,8 +291,8 @@ pub(super) struct OpenedTable {
 }
 
 enum TableBackend {
-    Csv { text: CsvTable, header: CsvHeader },
-    CompressedCsv { packed: CompressedCsv, header: CsvHeader },
+    Csv { text: CsvTable, header: TableHeader },
+    Sequential { rows: SequentialTable, header: TableHeader },
     Parquet(ParquetFiles),
 }
 
@@ -302,11 +303,11 @@ impl OpenedTable {
                 let parquet = ParquetFiles::open(paths, ctx)?;
                 Self { names: parquet.names.clone(), backend: TableBackend::Parquet(parquet) }
             }
-            OpenFormat::Csv(dialect) => Self::csv(paths, dialect, ctx)?,
+            OpenFormat::Rows(dialect) => Self::csv(paths, dialect, ctx)?,
         };
         if table.reader().rows() == 0 {
             let why = match format {
-                OpenFormat::Csv(Dialect { header: true, .. }) => "it has a header but no rows",
+                OpenFormat::Rows(Dialect { header: true, .. }) => "it has a header but no rows",
                 _ => "it has no rows",
             };
             return Err(DataError::NoSamples { set: format!("`{}`", paths[0].display()), why: why.into() });
@@ -322,20 +323,21 @@ impl OpenedTable {
                 ctx.check_memory(path, ArrowFile::open(path)?.reader_bytes()?.saturating_mul(at_once))?;
             }
         }
-        let mut headers: Vec<CsvHeader> = Vec::new();
-        let mut packed = false;
+        let mut headers: Vec<TableHeader> = Vec::new();
+        let mut is_sequential = false;
         for path in paths {
-            let head = CsvHeader::read(path, dialect)?;
+            let head = TableHeader::read(path, dialect)?;
             if let Some(first) = headers.first() {
                 check_same_columns(&paths[0], &first.names, path, &head.names)?;
             }
-            packed |= files::compression(path)?.0 != FileCompression::Uncompressed || dialect.is_sequential();
+            is_sequential |=
+                files::compression(path)?.0 != FileCompression::Uncompressed || dialect.is_sequential();
             headers.push(head);
         }
         let names = headers[0].names.clone();
-        let reader = if packed {
-            let packed = CompressedCsv::open(paths, &headers, dialect, ctx)?;
-            TableBackend::CompressedCsv { packed, header: headers.swap_remove(0) }
+        let reader = if is_sequential {
+            let rows = SequentialTable::open(paths, &headers, dialect, ctx)?;
+            TableBackend::Sequential { rows, header: headers.swap_remove(0) }
         } else {
             let text = CsvTable::open(paths, &headers, dialect, ctx)?;
             TableBackend::Csv { text, header: headers.swap_remove(0) }
@@ -347,8 +349,8 @@ impl OpenedTable {
     fn check_width(&self, first: &Path, format: OpenFormat) -> Result<(), DataError> {
         match (&self.backend, format) {
             (
-                TableBackend::Csv { header, .. } | TableBackend::CompressedCsv { header, .. },
-                OpenFormat::Csv(dialect),
+                TableBackend::Csv { header, .. } | TableBackend::Sequential { header, .. },
+                OpenFormat::Rows(dialect),
             ) => header.check_width(first, dialect),
             _ => Ok(()),
         }
@@ -368,7 +370,7 @@ impl OpenedTable {
     /// A warning about a header that looks like a row.
     fn numeric_header(&self, format: OpenFormat) -> Option<String> {
         let has_header =
-            matches!(format, OpenFormat::Csv(dialect) if dialect.header && !dialect.is_sequential());
+            matches!(format, OpenFormat::Rows(dialect) if dialect.header && !dialect.is_sequential());
         let is_number = |name: &String| name.parse::<f64>().is_ok();
         (has_header && self.names.iter().all(is_number)).then(|| {
             "all names in the header are numbers: if it is a row of the table, set `header = false`".into()
@@ -378,7 +380,7 @@ impl OpenedTable {
     pub(super) fn reader(&self) -> &dyn TableReader {
         match &self.backend {
             TableBackend::Csv { text, .. } => text,
-            TableBackend::CompressedCsv { packed, .. } => packed,
+            TableBackend::Sequential { rows, .. } => rows,
             TableBackend::Parquet(parquet) => parquet,
         }
     }
@@ -391,7 +393,7 @@ impl OpenedTable {
     ) -> Result<(), DataError> {
         match &mut self.backend {
             TableBackend::Parquet(parquet) => parquet.measure_readers(columns, ctx),
-            TableBackend::Csv { .. } | TableBackend::CompressedCsv { .. } => Ok(()),
+            TableBackend::Csv { .. } | TableBackend::Sequential { .. } => Ok(()),
         }
     }
 
@@ -405,8 +407,8 @@ impl OpenedTable {
     ) -> Result<Vec<ColumnInference>, DataError> {
         match (&self.backend, format) {
             (
-                TableBackend::Csv { header: head, .. } | TableBackend::CompressedCsv { header: head, .. },
-                OpenFormat::Csv(dialect),
+                TableBackend::Csv { header: head, .. } | TableBackend::Sequential { header: head, .. },
+                OpenFormat::Rows(dialect),
             ) => head.infer_columns(first, dialect, parser, &settings.target),
             (TableBackend::Parquet(parquet), _) => parquet.infer_columns(parser, &settings.target, ctx),
             (_, OpenFormat::Parquet) => unreachable!("the backend matches its format"),
@@ -425,8 +427,8 @@ impl OpenedTable {
             TableBackend::Csv { text, .. } => {
                 Arc::new(CsvDataset { table: text, encoder, class_counts: balance })
             }
-            TableBackend::CompressedCsv { packed, .. } => streaming_dataset(
-                CompressedCsvDataset { table: packed, encoder, class_counts: balance },
+            TableBackend::Sequential { rows, .. } => streaming_dataset(
+                SequentialDataset { table: rows, encoder, class_counts: balance },
                 buffer_bytes,
             ),
             TableBackend::Parquet(parquet) => {

@@ -66,14 +66,9 @@ impl Default for Dialect {
 }
 
 impl Dialect {
-    /// The dialect of the rows that JSON records become.
-    pub fn json() -> Self {
-        Self { header: false, rows: RowFormat::Json, ..Self::default() }
-    }
-
-    /// The dialect of the rows that an Arrow table becomes.
-    pub fn arrow() -> Self {
-        Self { rows: RowFormat::Arrow, ..Self::json() }
+    /// The dialect of the rows that records become: fields in quotes, without a header.
+    pub fn of_records(rows: RowFormat) -> Self {
+        Self { header: false, rows, ..Self::default() }
     }
 
     /// Whether a file of this dialect can only be read from its beginning, however it is stored.

@@ -11,7 +11,7 @@ use parquet::record::reader::RowIter;
 use super::TableFileFormat;
 use super::dataset::OpenFormat;
 use super::dialect::{Dialect, RowFields};
-use super::rows::RowReader;
+use super::rows::{RowReader, open_rows};
 use crate::DataError;
 use crate::base::regular_file;
 
@@ -25,7 +25,7 @@ pub struct TableRows {
 }
 
 enum OpenRows {
-    Csv(Box<RowReader>, Dialect),
+    Text(Box<dyn RowReader>, Dialect),
     Parquet(PathBuf, RowIter<'static>),
 }
 
@@ -46,7 +46,7 @@ impl TableRows {
         loop {
             let row = match &mut self.open {
                 None => return Ok(None),
-                Some(OpenRows::Csv(reader, dialect)) => reader.next()?.map(|(_, row)| {
+                Some(OpenRows::Text(reader, dialect)) => reader.next()?.map(|(_, row)| {
                     let mut fields = RowFields::default();
                     fields.split(row, *dialect);
                     let text = |field: &[u8]| dialect.encoding.decode(field).unwrap_or_default().into_owned();
@@ -68,9 +68,9 @@ impl TableRows {
         self.open = None;
         let Some(path) = self.waiting.pop_front() else { return Ok(()) };
         let (names, open) = match self.format {
-            OpenFormat::Csv(dialect) => {
-                let mut reader = RowReader::open(&path, dialect)?;
-                (reader.read_names()?.names, OpenRows::Csv(Box::new(reader), dialect))
+            OpenFormat::Rows(dialect) => {
+                let mut reader = open_rows(&path, dialect)?;
+                (reader.read_names()?.names, OpenRows::Text(reader, dialect))
             }
             OpenFormat::Parquet => {
                 let file = regular_file::open(&path).map_err(DataError::io(&path))?;

@@ -14,6 +14,7 @@ use serde_json::Value;
 
 use super::dialect::MAX_ROW_BYTES;
 use super::inference::SAMPLE_ROWS;
+use super::rows::{ColumnNames, RowReader};
 use crate::DataError;
 use crate::files::{self, read_error};
 
@@ -26,9 +27,9 @@ const MAX_COLUMNS: usize = 100_000;
 pub struct JsonRows {
     records: JsonRecords,
     /// Ascending.
-    pub names: Vec<String>,
+    names: Vec<String>,
     /// Columns that hold lists of texts.
-    pub text_lists: Vec<usize>,
+    text_lists: Vec<usize>,
     cells: Vec<Option<String>>,
     /// Columns that the record has.
     is_set: Vec<bool>,
@@ -76,9 +77,15 @@ impl JsonRows {
         let records = JsonRecords::open(file)?;
         Ok(Self { records, names, text_lists, cells, is_set, row: Vec::new(), peak_bytes: 0 })
     }
+}
 
-    /// Bytes that reading the rows up to here took at most. It is the same each time that the file is read.
-    pub fn peak_bytes(&self) -> u64 {
+impl RowReader for JsonRows {
+    fn read_names(&mut self) -> Result<ColumnNames, DataError> {
+        let (names, text_lists) = (self.names.clone(), self.text_lists.clone());
+        Ok(ColumnNames { names, text_lists, ..ColumnNames::default() })
+    }
+
+    fn peak_bytes(&self) -> u64 {
         let of_column = |name: &String| {
             size_of::<String>()
                 + heap_bytes(name.capacity())
@@ -88,8 +95,7 @@ impl JsonRows {
         (self.peak_bytes + self.names.iter().map(of_column).sum::<usize>()) as u64
     }
 
-    /// The next record as a row, and the number of its first line, from 1.
-    pub fn next(&mut self) -> Result<Option<(u64, &[u8])>, DataError> {
+    fn next(&mut self) -> Result<Option<(u64, &[u8])>, DataError> {
         self.cells.fill(None);
         let Some((line, value)) = self.records.next()? else { return Ok(None) };
         let mut tree = ValueBytes::default();

@@ -25,8 +25,35 @@ pub struct ColumnNames {
     pub text_lists: Vec<usize>,
 }
 
-/// Reads rows from a file.
-pub struct RowReader {
+/// Reads the rows of a file.
+pub trait RowReader: Send {
+    /// The columns. Call it before [`next`](Self::next): a header is a row too.
+    fn read_names(&mut self) -> Result<ColumnNames, DataError>;
+
+    /// The next row, and the number of its first line, from 1.
+    fn next(&mut self) -> Result<Option<(u64, &[u8])>, DataError>;
+
+    /// Bytes that reading the rows up to here took at most, beside what decompresses them. It is the same each time
+    /// that the file is read. 0 if the file declares them.
+    fn peak_bytes(&self) -> u64;
+
+    /// Bytes of the uncompressed text before the next row; 0 if the rows are not text in the file.
+    fn offset(&self) -> u64 {
+        0
+    }
+}
+
+/// Opens `file` at its first row, after the skipped lines.
+pub fn open_rows(file: &Path, dialect: Dialect) -> Result<Box<dyn RowReader>, DataError> {
+    Ok(match dialect.rows {
+        RowFormat::Delimited => Box::new(TextRows::open(file, dialect)?),
+        RowFormat::Json => Box::new(JsonRows::open(file)?),
+        RowFormat::Arrow => Box::new(ArrowRows::open(file)?),
+    })
+}
+
+/// Reads rows of delimited text.
+struct TextRows {
     file: PathBuf,
     body: Box<dyn Read + Send>,
     dialect: Dialect,
@@ -37,59 +64,12 @@ pub struct RowReader {
     /// Bytes at most so far of the buffer while it grows: the old one and the new one.
     fill_bytes: u64,
     /// Bytes of the uncompressed file before `position`, and line breaks among them.
-    pub offset: u64,
+    offset: u64,
     line_breaks: u64,
-    /// The rows of a table that is not stored as delimited text; nothing else is used then.
-    records: Option<Records>,
 }
 
-/// Records that become rows of quoted fields.
-enum Records {
-    Json(Box<JsonRows>),
-    Arrow(Box<ArrowRows>),
-}
-
-impl Records {
-    fn names(&self) -> &[String] {
-        match self {
-            Self::Json(rows) => &rows.names,
-            Self::Arrow(rows) => &rows.names,
-        }
-    }
-
-    /// Columns that hold lists of texts.
-    fn text_lists(&self) -> &[usize] {
-        match self {
-            Self::Json(rows) => &rows.text_lists,
-            Self::Arrow(_) => &[],
-        }
-    }
-
-    /// Bytes that reading the rows up to here took at most.
-    fn peak_bytes(&self) -> u64 {
-        match self {
-            Self::Json(rows) => rows.peak_bytes(),
-            // The file declares what its batches take.
-            Self::Arrow(_) => 0,
-        }
-    }
-
-    fn next(&mut self) -> Result<Option<(u64, &[u8])>, DataError> {
-        match self {
-            Self::Json(rows) => rows.next(),
-            Self::Arrow(rows) => rows.next(),
-        }
-    }
-}
-
-impl RowReader {
-    /// Opens `file` at its first row, after the skipped lines.
-    pub fn open(file: &Path, dialect: Dialect) -> Result<Self, DataError> {
-        let records = match dialect.rows {
-            RowFormat::Json => Some(Records::Json(Box::new(JsonRows::open(file)?))),
-            RowFormat::Arrow => Some(Records::Arrow(Box::new(ArrowRows::open(file)?))),
-            RowFormat::Delimited => None,
-        };
+impl TextRows {
+    fn open(file: &Path, dialect: Dialect) -> Result<Self, DataError> {
         let body = dialect.encoding.reader(files::open(file)?);
         let buffer = Vec::new();
         let mut reader = Self {
@@ -102,11 +82,7 @@ impl RowReader {
             fill_bytes: 0,
             offset: 0,
             line_breaks: 0,
-            records,
         };
-        if reader.records.is_some() {
-            return Ok(reader);
-        }
         reader.fill()?;
         if arrow_file::is_arrow(&reader.buffer) || reader.buffer.starts_with(b"PAR1") {
             return Err(DataError::Table {
@@ -140,87 +116,6 @@ impl RowReader {
             reader.advance(length);
         }
         Ok(reader)
-    }
-
-    /// The next row with its line break, and the number of its first line, from 1. Skips blank lines.
-    pub fn next(&mut self) -> Result<Option<(u64, &[u8])>, DataError> {
-        if self.records.is_some() {
-            return self.records.as_mut().map_or(Ok(None), Records::next);
-        }
-        loop {
-            let dialect = self.dialect;
-            let length = self.find_end(|rest| RowEnds::new(rest, false, dialect).next())?;
-            if length == 0 {
-                return Ok(None);
-            }
-            let row = self.position..self.position + length;
-            if dialect.skips_line(&self.buffer[row.clone()]) {
-                self.advance(length);
-                continue;
-            }
-            let line = self.line_breaks + 1;
-            if self.eof && row.end == self.buffer.len() {
-                let mut breaks = RowEnds::new(&self.buffer[row.clone()], false, dialect);
-                if breaks.next().is_none() && breaks.quoted {
-                    return Err(super::unterminated_quote(&self.file, line));
-                }
-            }
-            self.advance(length);
-            return Ok(Some((line, &self.buffer[row])));
-        }
-    }
-
-    /// Bytes that reading the rows up to here took at most, beside what decompresses them. It is the same each time
-    /// that the file is read.
-    pub fn peak_bytes(&self) -> u64 {
-        let buffer = (self.buffer.capacity() as u64).max(self.fill_bytes);
-        self.records.as_ref().map_or(buffer, Records::peak_bytes)
-    }
-
-    /// Column names: the first row if the dialect has a header; otherwise the column numbers from 0, and the row is
-    /// not consumed. A column without a name is called by its number too.
-    pub fn read_names(&mut self) -> Result<ColumnNames, DataError> {
-        if let Some(records) = &self.records {
-            let (names, text_lists) = (records.names().to_vec(), records.text_lists().to_vec());
-            return Ok(ColumnNames { names, text_lists, ..ColumnNames::default() });
-        }
-        let dialect = self.dialect;
-        let file = self.file.clone();
-        let Some((line, row)) = self.next()? else {
-            let set = format!("`{}`", file.display());
-            return Err(DataError::NoSamples { set, why: "it has no rows".into() });
-        };
-        let mut fields = RowFields::default();
-        fields.split(row, dialect);
-        let mut found = ColumnNames::default();
-        for i in 0..fields.len() {
-            let field = fields.get(row, i);
-            if !dialect.header {
-                found.names.push(i.to_string());
-                continue;
-            }
-            let Some(name) = dialect.encoding.decode(field) else {
-                return Err(DataError::Table {
-                    file,
-                    place: format!("line {line}"),
-                    problem: format!("the column name `{}` is not UTF-8 text", super::display_value(field)),
-                    hint: ENCODING_HINT,
-                });
-            };
-            // pandas calls a column so that it read without a name.
-            if name.is_empty() || is_unnamed(&name) {
-                found.unnamed.push(i);
-            }
-            found.names.push(if name.is_empty() { i.to_string() } else { name.into_owned() });
-        }
-        let length = row.len();
-        if !dialect.header {
-            // The last row is still in the buffer, right before `position`, so it can be put back.
-            self.position -= length;
-            self.offset -= length as u64;
-            self.line_breaks = line - 1;
-        }
-        Ok(found)
     }
 
     fn advance(&mut self, length: usize) {
@@ -263,6 +158,83 @@ impl RowReader {
         let read = read.map_err(|error| read_error(&self.file, error))?;
         self.eof = (read as u64) < more;
         Ok(())
+    }
+}
+
+impl RowReader for TextRows {
+    /// The row comes with its line break; blank lines are skipped.
+    fn next(&mut self) -> Result<Option<(u64, &[u8])>, DataError> {
+        loop {
+            let dialect = self.dialect;
+            let length = self.find_end(|rest| RowEnds::new(rest, false, dialect).next())?;
+            if length == 0 {
+                return Ok(None);
+            }
+            let row = self.position..self.position + length;
+            if dialect.skips_line(&self.buffer[row.clone()]) {
+                self.advance(length);
+                continue;
+            }
+            let line = self.line_breaks + 1;
+            if self.eof && row.end == self.buffer.len() {
+                let mut breaks = RowEnds::new(&self.buffer[row.clone()], false, dialect);
+                if breaks.next().is_none() && breaks.quoted {
+                    return Err(super::unterminated_quote(&self.file, line));
+                }
+            }
+            self.advance(length);
+            return Ok(Some((line, &self.buffer[row])));
+        }
+    }
+
+    fn peak_bytes(&self) -> u64 {
+        (self.buffer.capacity() as u64).max(self.fill_bytes)
+    }
+
+    /// Column names: the first row if the dialect has a header; otherwise the column numbers from 0, and the row is
+    /// not consumed. A column without a name is called by its number too.
+    fn read_names(&mut self) -> Result<ColumnNames, DataError> {
+        let dialect = self.dialect;
+        let file = self.file.clone();
+        let Some((line, row)) = self.next()? else {
+            let set = format!("`{}`", file.display());
+            return Err(DataError::NoSamples { set, why: "it has no rows".into() });
+        };
+        let mut fields = RowFields::default();
+        fields.split(row, dialect);
+        let mut found = ColumnNames::default();
+        for i in 0..fields.len() {
+            let field = fields.get(row, i);
+            if !dialect.header {
+                found.names.push(i.to_string());
+                continue;
+            }
+            let Some(name) = dialect.encoding.decode(field) else {
+                return Err(DataError::Table {
+                    file,
+                    place: format!("line {line}"),
+                    problem: format!("the column name `{}` is not UTF-8 text", super::display_value(field)),
+                    hint: ENCODING_HINT,
+                });
+            };
+            // pandas calls a column so that it read without a name.
+            if name.is_empty() || is_unnamed(&name) {
+                found.unnamed.push(i);
+            }
+            found.names.push(if name.is_empty() { i.to_string() } else { name.into_owned() });
+        }
+        let length = row.len();
+        if !dialect.header {
+            // The last row is still in the buffer, right before `position`, so it can be put back.
+            self.position -= length;
+            self.offset -= length as u64;
+            self.line_breaks = line - 1;
+        }
+        Ok(found)
+    }
+
+    fn offset(&self) -> u64 {
+        self.offset
     }
 }
 

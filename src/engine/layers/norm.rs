@@ -11,8 +11,9 @@ use crate::params::{ParamId, ParamInit, ParamRegistry};
 pub struct NormLayer {
     name: String,
     pub weight: ParamId,
-    /// Only layer norm has a bias.
     pub bias: Option<ParamId>,
+    /// Layer norm subtracts the mean, RMS norm does not.
+    pub centred: bool,
     pub eps: f64,
     /// Shape of one sample.
     shape: Vec<usize>,
@@ -24,6 +25,7 @@ impl NormLayer {
     pub fn layer_norm(registry: &mut ParamRegistry, name: &str, shape: &[usize], eps: f64) -> Self {
         let mut norm = Self::rms_norm(registry, name, shape, eps);
         norm.bias = Some(registry.param(format!("{name}.bias"), [norm.width], ParamInit::Constant(0.0)));
+        norm.centred = true;
         norm
     }
 
@@ -31,14 +33,14 @@ impl NormLayer {
     pub fn rms_norm(registry: &mut ParamRegistry, name: &str, shape: &[usize], eps: f64) -> Self {
         let width = shape.last().copied().unwrap_or(1);
         let weight = registry.param(format!("{name}.weight"), [width], ParamInit::Constant(1.0));
-        Self { name: name.into(), weight, bias: None, eps, shape: shape.to_vec(), width }
+        Self { name: name.into(), weight, bias: None, centred: false, eps, shape: shape.to_vec(), width }
     }
 
     fn kernel<'a>(&self, pass: &'a PassContext) -> Kernel<'a> {
         Kernel {
             weight: pass.weight(self.weight),
             bias: self.bias.map(|id| pass.weight(id)),
-            centred: self.bias.is_some(),
+            centred: self.centred,
             eps: self.eps,
         }
     }
@@ -92,7 +94,7 @@ impl Layer for NormLayer {
     fn cost(&self, spec: MicroBatchSpec) -> Cost {
         let len: usize = self.shape.iter().product();
         let rows = spec.batch * len / self.width;
-        let (acc, stats) = (acc_bytes(spec.dtype), 1 + self.bias.is_some() as usize);
+        let (acc, stats) = (acc_bytes(spec.dtype), 1 + self.centred as usize);
         let bias_trained = self.bias.is_some_and(|bias| bias.trained) as usize;
         Cost {
             input_grad: spec.bytes(len),

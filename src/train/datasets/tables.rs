@@ -25,16 +25,6 @@ pub struct TableSource<'a> {
 }
 
 impl<'a> TableSource<'a> {
-    /// `None` if the job's data is no table.
-    pub fn of(job: &'a Job) -> Option<Self> {
-        match &job.data.source {
-            SourceConfig::Csv(s) => Some(Self::csv(s, job)),
-            SourceConfig::Json(s) => Some(Self::json(s, job)),
-            SourceConfig::Parquet(s) => Some(Self::parquet(s, job)),
-            _ => None,
-        }
-    }
-
     fn csv(s: &'a job::CsvConfig, job: &Job) -> Self {
         let settings = csv_settings(s, &job.data.loader);
         Self::new(job, &s.files, TableFileFormat::Csv(csv_dialect(s)), settings)
@@ -83,7 +73,17 @@ impl<'a> TableSource<'a> {
 
 /// Every kind of table opens its [`TableSource`].
 macro_rules! table_kinds {
-    ($($config:ty => ($table:path, $inputs:expr),)*) => {$(
+    ($($kind:ident($config:ty) => ($table:path, $inputs:expr),)*) => {
+        impl<'a> TableSource<'a> {
+            /// `None` if the job's data is no table.
+            pub fn of(job: &'a Job) -> Option<Self> {
+                match &job.data.source {
+                    $(SourceConfig::$kind(s) => Some($table(s, job)),)*
+                    _ => None,
+                }
+            }
+        }
+        $(
         impl Source for $config {
             fn open(&self, job: &Job, opening: &DatasetContext) -> Result<Datasets, Failure> {
                 $table(self, job).open(opening)
@@ -103,13 +103,14 @@ macro_rules! table_kinds {
                 $table(self, trained.job).open_trained(trained.schema()?, samples, opening)
             }
         }
-    )*};
+        )*
+    };
 }
 
 table_kinds! {
-    job::CsvConfig => (TableSource::csv, file_inputs),
-    job::JsonConfig => (TableSource::json, file_inputs),
-    job::ParquetConfig => (TableSource::parquet, |files| inputs_of(files, table::resolve_parquet_files)),
+    Csv(job::CsvConfig) => (TableSource::csv, file_inputs),
+    Json(job::JsonConfig) => (TableSource::json, file_inputs),
+    Parquet(job::ParquetConfig) => (TableSource::parquet, |files| inputs_of(files, table::resolve_parquet_files)),
 }
 
 fn csv_dialect(s: &job::CsvConfig) -> DialectSettings {

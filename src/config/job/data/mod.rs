@@ -71,15 +71,23 @@ impl SourceConfig {
         }
     }
 
-    /// What separates the labels of a sample, if the job says it.
-    pub fn label_separator(&self) -> Option<&str> {
+    /// What the job says of the columns, if the samples are rows of a table.
+    pub fn columns(&self) -> Option<&ColumnsConfig> {
         match self {
             Self::Csv(CsvConfig { columns, .. })
             | Self::Json(JsonConfig { columns, .. })
-            | Self::Parquet(ParquetConfig { columns, .. }) => columns.label_separator.as_deref(),
+            | Self::Parquet(ParquetConfig { columns, .. }) => Some(columns),
+            Self::Shapes(_) | Self::Idx(_) | Self::Images(_) | Self::Text(_) | Self::Tokens(_) => None,
+            Self::Jsonl(_) | Self::TextSynthetic(_) => None,
+        }
+    }
+
+    /// What separates the labels of a sample, if the job says it.
+    pub fn label_separator(&self) -> Option<&str> {
+        match self {
             // An empty one says that each text is one class.
             Self::Images(s) => s.label_separator.as_deref().filter(|separator| !separator.is_empty()),
-            _ => None,
+            _ => self.columns()?.label_separator.as_deref(),
         }
     }
 
@@ -115,12 +123,9 @@ impl SourceConfig {
     pub fn split(&self) -> (SplitKind, Option<&str>) {
         match self {
             Self::Images(s) => (s.split, None),
-            Self::Csv(CsvConfig { columns, .. })
-            | Self::Json(JsonConfig { columns, .. })
-            | Self::Parquet(ParquetConfig { columns, .. }) => (columns.split, columns.group.as_deref()),
             Self::Jsonl(s) => (s.split, s.group.as_deref()),
             Self::Text(_) | Self::Tokens(_) => (SplitKind::Last, None),
-            Self::Shapes(_) | Self::Idx(_) | Self::TextSynthetic(_) => (SplitKind::Random, None),
+            _ => self.columns().map_or((SplitKind::Random, None), |c| (c.split, c.group.as_deref())),
         }
     }
 

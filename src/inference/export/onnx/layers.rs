@@ -326,10 +326,10 @@ impl<'a> NetworkExport<'a> {
         y
     }
 
-    /// Layer norm, or RMS norm if it has no bias.
+    /// Layer norm, or RMS norm, which has no bias.
     fn norm(&mut self, norm: &NormLayer, x: &str) -> String {
         let weight = self.weight(norm.weight, Transform::Copy);
-        if let Some(bias) = norm.bias {
+        if let (true, Some(bias)) = (norm.centred, norm.bias) {
             let bias = self.weight(bias, Transform::Copy);
             let attributes =
                 vec![AttributeProto::int("axis", -1), AttributeProto::float("epsilon", norm.eps as f32)];

@@ -1,5 +1,5 @@
-//! Compressed text tables, read sequentially; one file is one shard. A record is its line number, eight bytes,
-//! followed by the raw row.
+//! Tables that are read sequentially: compressed text, UTF-16, and records of other formats; one file is one shard. A
+//! record is its line number, eight bytes, followed by the raw row.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -9,10 +9,10 @@ use serde::{Deserialize, Serialize};
 
 use super::arrow_file::ArrowFile;
 use super::columns::Column;
-use super::csv::{CsvHeader, CsvRow};
+use super::csv::{CsvRow, TableHeader};
 use super::dialect::{Dialect, RowFields, RowFormat};
 use super::encoding::RowEncoder;
-use super::rows::RowReader;
+use super::rows::{RowReader, open_rows};
 use super::schema::TableSchema;
 use super::{RowCells, RowVisitor, TableReader};
 use crate::cache::CacheKey;
@@ -24,9 +24,9 @@ const LINE_PREFIX_BYTES: usize = 8;
 /// Bytes of a reader, or of a row, that the plan has room for without counting them.
 const SMALL_READER_BYTES: u64 = 1 << 20;
 
-/// Files with the same columns, at least one of them compressed.
-pub struct CompressedCsv {
-    files: Vec<CompressedCsvFile>,
+/// Files with the same columns, of which at least one can only be read from its beginning.
+pub struct SequentialTable {
+    files: Vec<SequentialFile>,
     dialect: Dialect,
     width: usize,
     blocks: Vec<RecordBlock>,
@@ -48,7 +48,7 @@ struct CountedRows {
     reader_bytes: u64,
 }
 
-struct CompressedCsvFile {
+struct SequentialFile {
     path: PathBuf,
     /// Number of rows in the files before it.
     first_row: u64,
@@ -56,11 +56,11 @@ struct CompressedCsvFile {
     bytes: u64,
 }
 
-impl CompressedCsv {
+impl SequentialTable {
     /// Counts the rows of `paths`, or loads the cached counts.
     pub fn open(
         paths: &[PathBuf],
-        headers: &[CsvHeader],
+        headers: &[TableHeader],
         dialect: Dialect,
         ctx: &DatasetContext,
     ) -> Result<Self, DataError> {
@@ -71,7 +71,7 @@ impl CompressedCsv {
         };
         let counted: Result<Vec<_>, DataError> = paths.par_iter().map(count).collect();
         let (mut reader_bytes, mut longest_row) = (0, 0);
-        let mut packed = Self {
+        let mut table = Self {
             files: Vec::new(),
             dialect,
             width,
@@ -84,19 +84,19 @@ impl CompressedCsv {
         for (shard, (path, (bytes, counted))) in (0..).zip(paths.iter().zip(counted?)) {
             let decoder = match dialect.rows {
                 RowFormat::Arrow => ArrowFile::open(path)?.reader_bytes()?,
-                RowFormat::Delimited | RowFormat::Json => files::decoder_bytes(path)?,
+                _ => files::decoder_bytes(path)?,
             };
             reader_bytes = reader_bytes.max(decoder + if_large(counted.reader_bytes));
             longest_row = longest_row.max(counted.longest_row);
             let block = |(records, bytes)| RecordBlock { shard, records, bytes };
             let blocks: Vec<RecordBlock> = counted.blocks.into_iter().map(block).collect();
-            packed.files.push(CompressedCsvFile { path: path.clone(), first_row: packed.rows, bytes });
-            packed.rows += blocks.iter().map(|block| block.records).sum::<u64>();
-            packed.blocks.extend(blocks);
+            table.files.push(SequentialFile { path: path.clone(), first_row: table.rows, bytes });
+            table.rows += blocks.iter().map(|block| block.records).sum::<u64>();
+            table.blocks.extend(blocks);
         }
-        packed.reader_bytes = reader_bytes;
-        packed.fields_bytes = if_large(RowFields::max_bytes(width, longest_row, true));
-        Ok(packed)
+        table.reader_bytes = reader_bytes;
+        table.fields_bytes = if_large(RowFields::max_bytes(width, longest_row, true));
+        Ok(table)
     }
 }
 
@@ -120,7 +120,7 @@ fn count_rows(
     }
     let activity = format!("counting the rows of {}", path.display());
     ctx.observer.report(&activity, 0, bytes);
-    let mut reader = RowReader::open(path, dialect)?;
+    let mut reader = open_rows(path, dialect)?;
     reader.read_names()?;
     let (mut failed, mut longest_row) = (None, 0);
     let sizes = std::iter::from_fn(|| match reader.next() {
@@ -150,7 +150,7 @@ fn count_rows(
     Ok(counted)
 }
 
-impl TableReader for CompressedCsv {
+impl TableReader for SequentialTable {
     fn rows(&self) -> u64 {
         self.rows
     }
@@ -168,8 +168,8 @@ impl TableReader for CompressedCsv {
     }
 
     fn scan(&self, part: usize, columns: &[Column], see: &mut RowVisitor<'_>) -> Result<(), DataError> {
-        let CompressedCsvFile { path, first_row: first, .. } = &self.files[part];
-        let mut reader = RowReader::open(path, self.dialect)?;
+        let SequentialFile { path, first_row: first, .. } = &self.files[part];
+        let mut reader = open_rows(path, self.dialect)?;
         reader.read_names()?;
         let (mut number, mut fields) = (*first, RowFields::default());
         while let Some((line, row)) = reader.next()? {
@@ -183,28 +183,26 @@ impl TableReader for CompressedCsv {
     }
 }
 
-/// Compressed files as a dataset.
-pub struct CompressedCsvDataset {
-    pub table: CompressedCsv,
+/// Such files as a dataset.
+pub struct SequentialDataset {
+    pub table: SequentialTable,
     pub encoder: Arc<RowEncoder>,
     /// Number of rows per class, if counted.
     pub class_counts: Option<Vec<u64>>,
 }
 
-struct CsvShardReader {
-    reader: RowReader,
-}
+struct RowShard(Box<dyn RowReader>);
 
-impl ShardReader for CsvShardReader {
+impl ShardReader for RowShard {
     fn next(&mut self, into: &mut Vec<u8>) -> Result<bool, DataError> {
-        let Some((line, row)) = self.reader.next()? else { return Ok(false) };
+        let Some((line, row)) = self.0.next()? else { return Ok(false) };
         into.extend_from_slice(&line.to_le_bytes());
         into.extend_from_slice(row);
         Ok(true)
     }
 }
 
-impl ShardedDataset for CompressedCsvDataset {
+impl ShardedDataset for SequentialDataset {
     fn features(&self) -> &Features {
         &self.encoder.features
     }
@@ -214,9 +212,9 @@ impl ShardedDataset for CompressedCsvDataset {
     }
 
     fn open(&self, shard: u32) -> Result<Box<dyn ShardReader>, DataError> {
-        let mut reader = RowReader::open(&self.table.files[shard as usize].path, self.table.dialect)?;
+        let mut reader = open_rows(&self.table.files[shard as usize].path, self.table.dialect)?;
         reader.read_names()?;
-        Ok(Box::new(CsvShardReader { reader }))
+        Ok(Box::new(RowShard(reader)))
     }
 
     fn name(&self, shard: u32) -> String {
@@ -233,13 +231,13 @@ impl ShardedDataset for CompressedCsvDataset {
         thread_local! {
             static FIELDS: std::cell::RefCell<RowFields> = std::cell::RefCell::default();
         }
-        let packed = &self.table;
-        let file = packed.files.partition_point(|file| file.first_row <= index) - 1;
+        let table = &self.table;
+        let file = table.files.partition_point(|file| file.first_row <= index) - 1;
         let (line, row) =
             record.split_first_chunk::<LINE_PREFIX_BYTES>().unwrap_or((&[0; LINE_PREFIX_BYTES], record));
         let line = || u64::from_le_bytes(*line);
         FIELDS.with_borrow_mut(|fields| {
-            let (form, path) = ((packed.dialect, packed.width), &packed.files[file].path);
+            let (form, path) = ((table.dialect, table.width), &table.files[file].path);
             let cells = CsvRow::new(row, fields, form, &self.encoder.schema.columns, path, &line)?;
             self.encoder.encode_row(&cells, into)
         })
