@@ -68,11 +68,14 @@ fn quantize_rows(values: &[f32], smallest_scales: &[f32]) -> (Vec<i8>, Vec<f32>)
     let rows = smallest_scales.len();
     let mut quantized = Vec::with_capacity(values.len());
     let mut scales = Vec::with_capacity(rows);
+    let scale_of = |values: &[f32]| {
+        let scale = values.iter().fold(0f32, |most, value| most.max(value.abs())) / 127.0;
+        scale.is_normal().then_some(scale)
+    };
+    // For a row of zeros, which has no scale of its own.
+    let common = scale_of(values).unwrap_or(1.0);
     for (row, smallest) in values.chunks_exact((values.len() / rows).max(1)).zip(smallest_scales) {
-        let largest = row.iter().fold(0f32, |most, value| most.max(value.abs()));
-        let scale = largest / 127.0;
-        let scale = if scale.is_normal() { scale } else { 1.0 };
-        let scale = scale.max(*smallest);
+        let scale = scale_of(row).unwrap_or(common).max(*smallest);
         quantized
             .extend(row.iter().map(|value| (value / scale).round_ties_even().clamp(-127.0, 127.0) as i8));
         scales.push(scale);

@@ -9,6 +9,7 @@ use candle_core::{DType, Result, Tensor};
 
 use super::linear::bias_gradient_workspace;
 use super::parallel::{ParallelChunks, ParallelItems};
+use super::partial_sums::{PartialSums, num_parts};
 use super::update::{CHUNK, UpdateArgs, clear, sync_compute_weights};
 use super::{Elem, Real, cpu, reference};
 use crate::params::FlatLayout;
@@ -94,9 +95,9 @@ pub fn state_len(params: &FlatLayout) -> usize {
     factored_params(params).iter().map(FactoredParam::state_len).sum()
 }
 
-/// Values of the largest workspace that an update needs: column sums per chunk of rows.
+/// Values of the largest workspace that an update needs: column sums per part of the rows.
 pub fn workspace_len(params: &FlatLayout) -> usize {
-    factored_params(params).iter().map(|p| p.rows.div_ceil(p.chunk()) * p.cols).max().unwrap_or(0)
+    factored_params(params).iter().map(|p| num_parts(p.rows, p.cols) * p.cols).max().unwrap_or(0)
 }
 
 /// GPU blocks that reduce over a parameter.
@@ -241,22 +242,21 @@ impl AdafactorKernel {
             ))
         };
         let (rows, columns) = state.split_at_mut(p.rows);
-        let size = (p.chunk() * p.cols).max(1);
-        let one = |(g, rows): (&[T], &mut [T])| {
-            let mut sums = vec![T::Acc::ZERO; columns.len()];
+        let rows = cpu::DisjointSliceMut::new(rows);
+        let sums = PartialSums::<T::Acc>::of_rows(p.rows, p.cols, columns.len(), &|_, part, sums| {
+            // SAFETY: the ranges of rows do not overlap.
+            let rows = unsafe { rows.range_mut(part.start, part.len()) };
             vectorised!(T, || {
-                for (g, row) in g.chunks_exact(p.cols).zip(rows) {
+                for (g, row) in g[part.start * p.cols..].chunks_exact(p.cols).zip(rows) {
                     let squares = |g: &T| (g.to_acc() * gs) * (g.to_acc() * gs);
                     sums.iter_mut().zip(g).for_each(|(s, g)| *s += squares(g));
                     let sum = g.iter().map(squares).sum::<T::Acc>();
                     mix(row, sum.as_f64() / p.cols as f64);
                 }
             });
-            sums
-        };
-        let sums: Vec<Vec<T::Acc>> = g.par_chunks(size).zip(rows.par_chunks_mut(p.chunk())).map_collect(one);
+        });
         for (j, column) in columns.iter_mut().enumerate() {
-            mix(column, sums.iter().map(|s| s[j].as_f64()).sum::<f64>() / p.rows as f64);
+            mix(column, sums.parts().map(|s: &[T::Acc]| s[j].as_f64()).sum::<f64>() / p.rows as f64);
         }
     }
 

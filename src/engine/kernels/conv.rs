@@ -23,11 +23,12 @@ use super::clamp::ClampActivation;
 #[cfg(feature = "cuda")]
 use super::cuda;
 use super::im2col::ConvGeometry;
-use super::linear::{WeightBiasGrads, activation_backward, add_partials};
+use super::linear::{WeightBiasGrads, activation_backward};
 use super::matmul::{
     ConvArgs, CpuEpilogue, MatView, Threading, gemm, round, try_conv, try_conv_weight_gradient,
 };
 use super::parallel::{ParallelChunks, ParallelItems};
+use super::partial_sums::PartialSums;
 use super::{
     Activation, Elem, Real, SavedForBackward, activation, add, cpu, depthwise, reference, transpose,
 };
@@ -268,7 +269,7 @@ impl ConvKernel<'_> {
             activation_backward(d, v.as_deref(), self.act, n, grads.bias.is_some())
         })?;
         if let Some(bias) = grads.bias {
-            cpu::with_slice_mut::<T::Acc, _>(bias, |bias| add_partials(bias, &sums))?;
+            cpu::with_slice_mut::<T::Acc, _>(bias, |bias| sums.add_to(bias, 0))?;
         }
         let d = cpu::view::<T>(&dy)?;
         if let (Some(x), Some(into)) = (x, grads.weight) {
@@ -278,7 +279,7 @@ impl ConvKernel<'_> {
                     let partials = depthwise::weight_gradient::<T>(&self.geometry, &values, &d);
                     cpu::with_slice_mut::<T::Acc, _>(into, |into| {
                         let cells = into.len() / n;
-                        for partial in &partials {
+                        for partial in partials.parts() {
                             let sums = into.iter_mut().enumerate();
                             sums.for_each(|(i, a)| *a += partial[i % cells * n + i / cells]);
                         }
@@ -335,16 +336,10 @@ impl ConvKernel<'_> {
                 }
             }
         };
-        let other_chunks = || {
-            let chunk_sum = |i: usize| {
-                let mut sum = vec![T::Acc::ZERO; n * k];
-                accumulate_chunk(1 + i, &mut sum);
-                sum
-            };
-            cpu::parallel_map(chunks - 1, &chunk_sum)
-        };
+        let other_chunks =
+            || PartialSums::of_parts(chunks - 1, n * k, &|i, sum| accumulate_chunk(1 + i, sum));
         let ((), partials) = rayon::join(|| accumulate_chunk(0, dweight), other_chunks);
-        add_partials(dweight, &partials);
+        partials.add_to(dweight, 0);
     }
 
     fn input_gradient<T: Elem>(&self, weight: &[T], d: &[T]) -> Vec<T> {

@@ -14,15 +14,14 @@ mod gpu;
 use candle_core::{DType, Result, Tensor, WithDType};
 
 use super::linear::{
-    self, LinearKernel, WeightBiasGrads, WeightLayout, add_partials, column_sums_bytes,
-    hopper_supports_logits,
+    self, LinearKernel, WeightBiasGrads, WeightLayout, column_sums_bytes, hopper_supports_logits,
 };
 use super::matmul::{
     MatView, Threading, Transposed, downcast_slice, downcast_slice_mut, gemm, gemm_workspace,
     is_native_dtype, matmul, matmul_workspace, round,
 };
 use super::metric_sums::{self, MetricSums, PendingMetricSums};
-use super::parallel::{ParallelChunks, ParallelItems};
+use super::partial_sums::{PartialSums, num_parts};
 use super::{Activation, Elem, Real, cpu, lanes, reference};
 use crate::base::features::IGNORE_INDEX;
 use crate::{vectorised, with_elem};
@@ -301,7 +300,7 @@ impl LinearCrossEntropy<'_> {
             sums += chunk_sums;
             let Some(HeadBackward { grads, .. }) = backward else { continue };
             if let Some(into) = grads.bias {
-                cpu::with_slice_mut::<T::Acc, _>(into, |into| add_partials(into, &columns))?;
+                cpu::with_slice_mut::<T::Acc, _>(into, |into| columns.add_to(into, 0))?;
             }
             let d = match downcast_slice(logits) {
                 Some(d) => d,
@@ -341,33 +340,29 @@ impl LinearCrossEntropy<'_> {
         targets: &[u32],
         rows: usize,
         scale: Option<f64>,
-    ) -> (MetricSums, Vec<Vec<T::Acc>>) {
+    ) -> (MetricSums, PartialSums<T::Acc>) {
         let (classes, per_row) = (logits.len() / rows.max(1), targets.len() / rows.max(1));
-        let rows = cpu::rows_per_chunk(classes);
-        let parts: Vec<(MetricSums, Vec<T::Acc>)> = logits
-            .par_chunks_mut(rows * classes)
-            .zip(targets.par_chunks(rows * per_row))
-            .map_collect(|(logits, targets)| {
-                let mut sums = MetricSums::default();
-                let mut columns =
-                    vec![T::Acc::ZERO; if bias.is_some() && scale.is_some() { classes } else { 0 }];
-                vectorised!(T::Acc, || {
-                    for (row, target) in logits.chunks_exact_mut(classes).zip(targets.chunks_exact(per_row)) {
-                        if let Some(bias) = bias {
-                            row.iter_mut().zip(bias).for_each(|(s, b)| *s += b.to_acc());
-                        }
-                        self.loss_grad_row(row, target, scale, &mut sums);
-                        columns.iter_mut().zip(&*row).for_each(|(c, d)| *c += *d);
+        let num_columns = if bias.is_some() && scale.is_some() { classes } else { 0 };
+        let mut parts = vec![MetricSums::default(); num_parts(rows, classes)];
+        let (metrics, logits) = (cpu::DisjointSliceMut::new(&mut parts), cpu::DisjointSliceMut::new(logits));
+        let columns = PartialSums::of_rows(rows, classes, num_columns, &|part, rows, columns| {
+            // SAFETY: parts and their rows do not overlap.
+            let (metrics, logits) = unsafe {
+                (metrics.range_mut(part, 1), logits.range_mut(rows.start * classes, rows.len() * classes))
+            };
+            let targets = &targets[rows.start * per_row..rows.end * per_row];
+            vectorised!(T::Acc, || {
+                for (row, target) in logits.chunks_exact_mut(classes).zip(targets.chunks_exact(per_row)) {
+                    if let Some(bias) = bias {
+                        row.iter_mut().zip(bias).for_each(|(s, b)| *s += b.to_acc());
                     }
-                });
-                (sums, columns)
+                    self.loss_grad_row(row, target, scale, &mut metrics[0]);
+                    columns.iter_mut().zip(&*row).for_each(|(c, d)| *c += *d);
+                }
             });
+        });
         let mut total = MetricSums::default();
-        let mut columns = Vec::with_capacity(parts.len());
-        for (sums, part) in parts {
-            total += sums;
-            columns.push(part);
-        }
+        parts.into_iter().for_each(|sums| total += sums);
         (total, columns)
     }
 

@@ -11,6 +11,7 @@ use candle_core::DType;
 use super::channels::{ChannelLayout, GridPartition};
 use super::im2col::ConvGeometry;
 use super::parallel::{ParallelChunks, ParallelItems};
+use super::partial_sums::PartialSums;
 use super::{Elem, Real, cpu};
 use crate::vectorised;
 
@@ -167,20 +168,17 @@ pub fn input_gradient<T: Elem>(g: &ConvGeometry, weight: &[T], d: &[T]) -> Vec<T
 }
 
 /// The weight gradient, (taps, channels), as one partial sum per run of images.
-pub fn weight_gradient<T: Elem>(g: &ConvGeometry, values: &[T], d: &[T]) -> Vec<Vec<T::Acc>> {
+pub fn weight_gradient<T: Elem>(g: &ConvGeometry, values: &[T], d: &[T]) -> PartialSums<T::Acc> {
     let ((h, w), c, cells) = (g.output(), g.in_channels, g.kernel * g.kernel);
     let image_len = g.height * g.width * c;
     let batch = values.len() / image_len;
     let (run, parts) = image_runs(batch);
-    let run_sum = |part: usize| {
-        let mut sums = vec![T::Acc::ZERO; cells * c];
+    PartialSums::of_parts(parts, cells * c, &|part, sums| {
         for b in part * run..((part + 1) * run).min(batch) {
             let (x, d) = (&values[b * image_len..][..image_len], &d[b * h * w * c..][..h * w * c]);
-            vectorised!(T, || accumulate_image(g, x, d, &mut sums));
+            vectorised!(T, || accumulate_image(g, x, d, sums));
         }
-        sums
-    };
-    cpu::parallel_map(parts, &run_sum)
+    })
 }
 
 #[inline(always)]

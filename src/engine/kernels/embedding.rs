@@ -6,7 +6,7 @@ mod gpu;
 use candle_core::{DType, Result, Tensor, bail};
 use rayon::prelude::*;
 
-use super::linear::{self, add_partials, column_sums, column_sums_bytes};
+use super::linear::{self, column_sums, column_sums_bytes};
 use super::{Elem, cpu, reference};
 use crate::{vectorised, with_elem};
 
@@ -148,7 +148,7 @@ impl EmbeddingKernel<'_> {
         if let Some(token_types) = grads.token_types {
             let sums = column_sums(&dy, n);
             cpu::with_slice_mut::<T::Acc, _>(token_types, |token_types| {
-                add_partials(&mut token_types[..n], &sums)
+                sums.add_to(&mut token_types[..n], 0)
             })?;
         }
         Ok(())

@@ -32,9 +32,9 @@ pub struct AffineQuantization {
 }
 
 impl AffineQuantization {
-    /// Covers the values from `low` to `high` and 0, which is exact.
+    /// Covers the values from `low` to `high` and 0, which is exact. If that is only 0, the values up to about 1.
     pub fn of_range(low: f32, high: f32) -> Self {
-        Self::covering(low, high).unwrap_or(Self { scale: 1.0, zero_point: 0 })
+        Self::covering(low, high).unwrap_or(Self { scale: 1.0 / 255.0, zero_point: 0 })
     }
 
     /// As [`of_range`](Self::of_range); `None` if the range has no length.

@@ -14,8 +14,8 @@ use super::matmul::{
     CpuEpilogue, MatView, Threading, Transposed, gemm, gemm_workspace, is_native_dtype, matmul,
     matmul_epilogue, matmul_workspace,
 };
-use super::parallel::{ParallelChunks, ParallelItems};
-use super::{Activation, Elem, Real, SavedForBackward, cpu, reference};
+use super::partial_sums::{self, PartialSums};
+use super::{Activation, Elem, SavedForBackward, cpu, reference};
 use crate::{vectorised, with_elem};
 
 /// Memory layout of a weight.
@@ -239,12 +239,12 @@ impl LinearKernel<'_> {
         };
         let mut sums = v.map(preactivation_grad).transpose()?;
         if let Some(bias) = grads.bias {
-            // Freed before the GEMMs: for wide outputs they take as much as `dy`.
+            // Freed before the GEMMs.
             let sums = match sums.take() {
                 Some(sums) => sums,
                 None => column_sums(&cpu::view::<T>(&dy)?, n),
             };
-            cpu::with_slice_mut::<T::Acc, _>(bias, |bias| add_partials(bias, &sums))?;
+            cpu::with_slice_mut::<T::Acc, _>(bias, |bias| sums.add_to(bias, 0))?;
         }
         let (d, w) = (cpu::view::<T>(&dy)?, cpu::view::<T>(self.weight)?);
         let (d, w) = (MatView::new(&d, rows, n), self.weight_matrix(&w)?);
@@ -298,9 +298,9 @@ pub(super) fn join_backward<A: Send, B: Send>(
     if runs_concurrently(dtype) { rayon::join(weight, input) } else { (weight(), input()) }
 }
 
-/// Bytes of the column sums of all chunks of `rows` rows of `n` values.
+/// Bytes of [`column_sums`].
 pub fn column_sums_bytes(dtype: DType, rows: usize, n: usize) -> u64 {
-    (rows.div_ceil(cpu::rows_per_chunk(n)) * n * cpu::acc_bytes(dtype)) as u64
+    partial_sums::bytes(dtype, rows, n, n)
 }
 
 /// What is trained of a linear layer.
@@ -383,58 +383,43 @@ pub(super) fn bias_activation<T: Elem>(rows: &mut [T], n: usize, bias: Option<&[
     }
 }
 
-/// Turns `d` into the gradient before the activation, in place. Returns the column sums of the result per chunk of rows
-/// if `with_sums`.
+/// Turns `d` into the gradient before the activation, in place. Returns the column sums of the result, of no columns
+/// unless `with_sums`.
 pub(super) fn activation_backward<T: Elem>(
     d: &mut [T],
     v: Option<&[T]>,
     act: Activation,
     n: usize,
     with_sums: bool,
-) -> Vec<Vec<T::Acc>> {
-    let chunk = cpu::rows_per_chunk(n) * n;
-    let chunk_backward = |i: usize, d: &mut [T]| {
-        let mut sum = vec![T::Acc::ZERO; if with_sums { n } else { 0 }];
+) -> PartialSums<T::Acc> {
+    let rows = if v.is_none() && !with_sums { 0 } else { d.len() / n };
+    let d = cpu::DisjointSliceMut::new(d);
+    PartialSums::of_rows(rows, n, if with_sums { n } else { 0 }, &|_, rows, sums| {
+        // SAFETY: the ranges of rows do not overlap.
+        let d = unsafe { d.range_mut(rows.start * n, rows.len() * n) };
+        let v = v.map(|v| &v[rows.start * n..rows.end * n]);
         vectorised!(T, || {
             for (row, d) in d.chunks_exact_mut(n).enumerate() {
                 if let Some(v) = v {
-                    let v = &v[i * chunk + row * n..][..n];
+                    let v = &v[row * n..][..n];
                     each_activation!(act, f => d
                         .iter_mut()
                         .zip(v)
                         .for_each(|(d, v)| *d = T::from_acc(d.to_acc() * f.derivative(v.to_acc()))));
                 }
-                sum.iter_mut().zip(d).for_each(|(s, d)| *s += d.to_acc());
+                sums.iter_mut().zip(d).for_each(|(s, d)| *s += d.to_acc());
             }
         });
-        sum
-    };
-    if v.is_none() && !with_sums {
-        return Vec::new();
-    }
-    d.par_chunks_mut(chunk).enumerate().map_collect(|(i, d)| chunk_backward(i, d))
+    })
 }
 
-/// Column sums of rows of `n` values, per chunk of rows.
-pub(super) fn column_sums<T: Elem>(d: &[T], n: usize) -> Vec<Vec<T::Acc>> {
-    let chunk_sums = |d: &[T]| {
-        let mut sum = vec![T::Acc::ZERO; n];
+/// Column sums of rows of `n` values.
+pub(super) fn column_sums<T: Elem>(d: &[T], n: usize) -> PartialSums<T::Acc> {
+    PartialSums::of_rows(d.len() / n, n, n, &|_, rows, sums| {
         vectorised!(T, || {
-            for row in d.chunks_exact(n) {
-                sum.iter_mut().zip(row).for_each(|(s, d)| *s += d.to_acc());
+            for row in d[rows.start * n..rows.end * n].chunks_exact(n) {
+                sums.iter_mut().zip(row).for_each(|(s, d)| *s += d.to_acc());
             }
         });
-        sum
-    };
-    let chunk = cpu::rows_per_chunk(n) * n;
-    cpu::parallel_map(d.len().div_ceil(chunk), &|i| chunk_sums(&d[i * chunk..d.len().min((i + 1) * chunk)]))
-}
-
-/// Adds the partial sums in order.
-pub(super) fn add_partials<R: Real>(into: &mut [R], partials: &[impl AsRef<[R]> + Sync]) {
-    cpu::parallel_for_rows(into, 1, |first, into| {
-        for partial in partials {
-            into.iter_mut().zip(&partial.as_ref()[first..]).for_each(|(a, b)| *a += *b);
-        }
-    });
+    })
 }

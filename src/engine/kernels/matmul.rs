@@ -27,11 +27,11 @@ use crate::vectorised;
 
 pub use gemv::GemvScope;
 pub(super) use gemv::{add_weighted, dot_rows};
-use workspace::converted_depth;
 pub use workspace::{
     Transposed, conv_weight_gradient_workspace, conv_workspace, gemm_buffer_bytes, gemm_workspace,
     matmul_workspace, thread_buffer_bytes, thread_stack_bytes,
 };
+use workspace::{converted_depth, max_packed_rows};
 
 /// A matrix over a slice: element (i, j) is at `i * row_stride + j * col_stride`.
 #[derive(Clone, Copy)]
@@ -74,6 +74,11 @@ impl<'a, T> MatView<'a, T> {
     /// `count` columns from `first` on.
     fn columns(self, first: usize, count: usize) -> Self {
         Self { data: &self.data[first * self.col_stride..], cols: count, ..self }
+    }
+
+    /// `count` rows from `first` on.
+    fn row_range(self, first: usize, count: usize) -> Self {
+        Self { data: &self.data[first * self.row_stride..], rows: count, ..self }
     }
 
     /// The transpose: the same values with swapped strides.
@@ -268,12 +273,18 @@ fn multiply<R: Real>(
     if try_avx512(out, stride, a, b, accumulate, threading) {
         return;
     }
-    // SAFETY: the caller's asserts and those of `MatView` keep every access inside its slice.
-    unsafe {
-        if let (Some(out), Some(a), Some(b)) = (downcast_slice_mut(out), a.downcast(), b.downcast()) {
-            gemm_crate::f32(out, stride, a, b, accumulate, threading)
-        } else if let (Some(out), Some(a), Some(b)) = (downcast_slice_mut(out), a.downcast(), b.downcast()) {
-            gemm_crate::f64(out, stride, a, b, accumulate, threading)
+    let block = max_packed_rows(R::DTYPE, a.cols);
+    for first in (0..a.rows).step_by(block) {
+        let (out, a) = (&mut out[first * stride..], a.row_range(first, block.min(a.rows - first)));
+        // SAFETY: the caller's asserts and those of `MatView` keep every access inside its slice.
+        unsafe {
+            if let (Some(out), Some(a), Some(b)) = (downcast_slice_mut(out), a.downcast(), b.downcast()) {
+                gemm_crate::f32(out, stride, a, b, accumulate, threading)
+            } else if let (Some(out), Some(a), Some(b)) =
+                (downcast_slice_mut(out), a.downcast(), b.downcast())
+            {
+                gemm_crate::f64(out, stride, a, b, accumulate, threading)
+            }
         }
     }
 }
@@ -530,5 +541,23 @@ mod tests {
                 check::<f16>(size, transposed, 0.001);
             }
         }
+    }
+
+    /// Rows beyond what is packed at a time, and the last of them alone.
+    #[test]
+    fn many_rows_are_multiplied_in_blocks() {
+        let (k, n, extra) = (600, 40, 5);
+        let m = max_packed_rows(DType::F32, k) + extra;
+        let (a, b) = (values::<f32>(m * k, 1), values::<f32>(k * n, 2));
+        let b = MatView::new(&b, k, n);
+        let (mut whole, mut last) = (vec![f32::NAN; m * n], vec![f32::NAN; 2 * extra * n]);
+        gemm(&mut whole, n, MatView::new(&a, m, k), b, false, Threading::Parallel);
+        let from = m - 2 * extra;
+        for i in 0..2 {
+            let rows = MatView::new(&a[(from + i * extra) * k..], extra, k);
+            gemm(&mut last[i * extra * n..], n, rows, b, false, Threading::Parallel);
+        }
+        let close = |(whole, last): (&f32, &f32)| (whole - last).abs() < 1e-4;
+        assert!(whole[from * n..].iter().zip(&last).all(close));
     }
 }

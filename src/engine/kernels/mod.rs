@@ -59,6 +59,7 @@ pub mod metric_sums;
 pub mod norm;
 pub mod packed_linear;
 pub mod parallel;
+pub mod partial_sums;
 pub mod pixel_lut;
 pub mod pointwise_loss;
 pub mod pool;

@@ -6,8 +6,9 @@ mod gpu;
 use candle_core::{DType, Result, Tensor};
 
 use super::grid::GRID_SMS;
-use super::linear::{WeightBiasGrads, add_partials};
+use super::linear::WeightBiasGrads;
 use super::parallel::{ParallelChunks, ParallelItems};
+use super::partial_sums::PartialSums;
 use super::{Elem, Real, cpu, lanes, reference};
 use crate::{vectorised, with_elem};
 
@@ -29,11 +30,6 @@ pub struct NormBackwardFusion<'a> {
     pub dx_column_sums: Option<&'a Tensor>,
     /// Overwrites the given gradient with the recomputed output, bit for bit. GPU only.
     pub recompute_output: bool,
-}
-
-/// Rows per partial sum of the parameter gradients.
-pub fn chunk_rows(width: usize) -> usize {
-    cpu::rows_per_chunk(width).max(32)
 }
 
 /// Number of row ranges, one per block, whose parameter gradients a GPU sums separately: as many blocks as the SMs
@@ -167,26 +163,27 @@ impl NormKernel<'_> {
         let stats = cpu::view::<T::Acc>(stats)?;
         let (n, stats_per_row) = (weight.len(), self.stats_per_row());
         let mut dx = cpu::uninit::<T>(if needs_input_grad { x.len() } else { 0 });
-        let (all, rows) = (cpu::DisjointSliceMut::new(&mut dx), chunk_rows(n));
-        let chunks =
-            x.par_chunks(rows * n).zip(dy.par_chunks(rows * n)).zip(stats.par_chunks(rows * stats_per_row));
-        let sums = chunks.enumerate().map_collect(|(i, ((x, dy), stats))| {
-            // SAFETY: only chunk `i` writes these rows.
-            let dx = unsafe { all.range_mut(i * rows * n, x.len()) };
-            let mut dw = vec![T::Acc::ZERO; if grads.weight.is_some() { n } else { 0 }];
-            let mut db = vec![T::Acc::ZERO; if grads.bias.is_some() { n } else { 0 }];
+        let all = cpu::DisjointSliceMut::new(&mut dx);
+        let num_weights = if grads.weight.is_some() { n } else { 0 };
+        let num_biases = if grads.bias.is_some() { n } else { 0 };
+        let sums = PartialSums::of_rows(x.len() / n, n, num_weights + num_biases, &|_, rows, sums| {
+            let values = rows.start * n..rows.end * n;
+            // SAFETY: the ranges of rows do not overlap.
+            let dx = unsafe { all.range_mut(values.start, values.len()) };
+            let (dw, db) = sums.split_at_mut(num_weights);
             vectorised!(T, || {
-                let row = x.chunks_exact(n).zip(dy.chunks_exact(n)).zip(stats.chunks_exact(stats_per_row));
-                for (r, ((x, dy), stats)) in row.enumerate() {
+                for r in 0..rows.len() {
+                    let at = (rows.start + r) * n..(rows.start + r + 1) * n;
+                    let (x, dy): (&[T], &[T]) = (&x[at.clone()], &dy[at.clone()]);
+                    let stats = &stats[(rows.start + r) * stats_per_row..][..stats_per_row];
                     let mean = if self.centred { stats[0] } else { T::Acc::ZERO };
                     let scale = stats[stats_per_row - 1];
                     if needs_input_grad {
                         let dx = &mut dx[r * n..][..n];
                         self.row_gradient::<T>(x, dy, &weight, mean, scale, dx);
                         if let Some(residual_grad) = &residual_grad {
-                            let residual_grad = &residual_grad[(i * rows + r) * n..][..n];
                             dx.iter_mut()
-                                .zip(residual_grad)
+                                .zip(&residual_grad[at])
                                 .for_each(|(dx, r)| *dx = T::from_acc(dx.to_acc() + r.to_acc()));
                         }
                     }
@@ -197,12 +194,10 @@ impl NormKernel<'_> {
                     db.iter_mut().zip(dy).for_each(|(db, dy)| *db += dy.to_acc());
                 }
             });
-            (dw, db)
         });
-        let (weights, biases): (Vec<_>, Vec<_>) = sums.into_iter().unzip();
-        for (into, sums) in [(grads.weight, weights), (grads.bias, biases)] {
+        for (into, first) in [(grads.weight, 0), (grads.bias, num_weights)] {
             let Some(into) = into else { continue };
-            cpu::with_slice_mut::<T::Acc, _>(into, |into| add_partials(into, &sums))?;
+            cpu::with_slice_mut::<T::Acc, _>(into, |into| sums.add_to(into, first))?;
         }
         Ok(dx)
     }

@@ -5,7 +5,7 @@ mod gpu;
 
 use candle_core::{DType, Result, Tensor};
 
-use super::linear::{add_partials, column_sums, join_backward};
+use super::linear::{column_sums, join_backward};
 use super::matmul::{MatView, Threading, Transposed, gemm, gemm_workspace, is_native_dtype, round};
 use super::{Elem, Real, cpu, reference};
 use crate::{vectorised, with_elem};
@@ -122,7 +122,7 @@ fn backward_cpu<T: Elem>(
     let (values, d) = (x.map(cpu::view::<T>).transpose()?, cpu::view::<T>(dy)?);
     let (values, d): (Option<&[T]>, &[T]) = (values.as_deref(), &d);
     let rows = d.len() / n;
-    let sums = if grads.iter().any(|g| g.bias.is_some()) { column_sums(d, n) } else { Vec::new() };
+    let sums = grads.iter().any(|g| g.bias.is_some()).then(|| column_sums(d, n));
     let projection_columns = |first: usize, outputs: usize| MatView::strided(&d[first..], rows, outputs, n);
     let weights = || -> Result<()> {
         for ((first, projection), grad) in projections.iter().zip(grads) {
@@ -132,12 +132,8 @@ fn backward_cpu<T: Elem>(
                     gemm::<T>(dw, k, d.t(), MatView::new(values, rows, k), true, Threading::Parallel)
                 })?;
             }
-            if let Some(bias) = grad.bias {
-                cpu::with_slice_mut::<T::Acc, _>(bias, |into| {
-                    for sum in &sums {
-                        add_partials(into, &[&sum[*first..]]);
-                    }
-                })?;
+            if let (Some(bias), Some(sums)) = (grad.bias, &sums) {
+                cpu::with_slice_mut::<T::Acc, _>(bias, |into| sums.add_to(into, *first))?;
             }
         }
         Ok(())

@@ -5,7 +5,8 @@ use candle_core::{Result, Tensor};
 use super::{Cost, Layer, PassContext, SavedTensors};
 use crate::base::{Backend, MicroBatchSpec};
 use crate::kernels::cpu::acc_bytes;
-use crate::kernels::norm::{NormBackwardFusion, NormKernel as Kernel, chunk_rows, cuda_workspace};
+use crate::kernels::norm::{NormBackwardFusion, NormKernel as Kernel, cuda_workspace};
+use crate::kernels::partial_sums;
 use crate::params::{ParamId, ParamInit, ParamRegistry};
 
 pub struct NormLayer {
@@ -104,7 +105,7 @@ impl Layer for NormLayer {
             backward_workspace: match spec.backend {
                 Backend::Cpu { .. } => {
                     let vectors = self.weight.trained as usize + bias_trained;
-                    (rows.div_ceil(chunk_rows(self.width)) * vectors * self.width * acc) as u64
+                    partial_sums::bytes(spec.dtype, rows, self.width, vectors * self.width)
                 }
                 Backend::Reference { .. } => 0,
                 // The kernel sums the weight gradient whether it is accumulated or not.

@@ -11,6 +11,8 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
 
+use super::resident_limit;
+
 /// Allocations of at least this size get pages of their own.
 pub const LARGE_BYTES: usize = 64 << 10;
 pub(super) const PAGE: usize = 4096;
@@ -191,7 +193,10 @@ impl PagePool {
                 }
                 pointer
             }
-            None => map(len),
+            None => {
+                resident_limit::make_room(len as u64);
+                map(len)
+            }
         }
     }
 

@@ -108,9 +108,20 @@ pub fn limit_code_now() {
 /// Trims freed memory if the plan is nearly exhausted.
 pub fn trim() {
     if IS_SET.load(Relaxed)
-        && let Some(state) = lock().as_mut()
+        && let Some(state) = lock().as_ref()
     {
-        state.trim();
+        state.trim(0);
+    }
+}
+
+/// Trims freed memory if the plan has no room for `bytes` more. The allocator calls it, perhaps within another check:
+/// it does not wait for that.
+pub fn make_room(bytes: u64) {
+    if IS_SET.load(Relaxed)
+        && let Ok(state) = STATE.try_lock()
+        && let Some(state) = state.as_ref()
+    {
+        state.trim(bytes);
     }
 }
 
@@ -123,10 +134,10 @@ impl LimitState {
         measure::planned_peak() + self.limit.non_heap
     }
 
-    fn trim(&self) {
+    fn trim(&self, more: u64) {
         let planned = self.planned();
         let margin = (planned / TRIM_MARGIN_FRACTION).clamp(TRIM_MARGIN_BYTES.0, TRIM_MARGIN_BYTES.1);
-        if read_statm(&self.statm).0 + margin > planned {
+        if read_statm(&self.statm).0 + more + margin > planned {
             pressure::trim_malloc();
         }
     }

@@ -183,6 +183,6 @@ mod tests {
         assert_eq!((a.bound, a.low, a.high), (b.bound, b.low, b.high));
         assert!(a.counts == b.counts);
         assert!(!RangeHistogram::new().add(&[1.0, f32::NAN]));
-        assert_eq!(RangeHistogram::new().quantization(ClipMethod::Mse).scale, 1.0);
+        assert_eq!(RangeHistogram::new().quantization(ClipMethod::Mse).scale, 1.0 / 255.0);
     }
 }

@@ -4,6 +4,8 @@
 //! g, the bias b and the statistics m and v over a layer with the bias c. What is read back of it are parameters that
 //! compute the same: those, with statistics that change nothing.
 
+mod rescaling;
+
 use std::any::Any;
 use std::collections::BTreeMap;
 

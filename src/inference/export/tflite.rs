@@ -49,10 +49,11 @@ pub(super) fn write(
     if bytes > reader::MAX_BYTES {
         return Err(ExportError::TooLarge { file: FILE, bytes, most: reader::MAX_BYTES });
     }
-    let network = FoldedNetwork::new(source, &built.layout, &built.network)?;
+    let mut network = FoldedNetwork::new(source, &built.layout, &built.network)?;
+    let files = SavedWeights::open(source.weights, source.statistics)?;
+    network.bound_rescaling(&files)?;
     let mut graph = TfliteGraphBuilder::new(&network, input_name(source));
     let output = graph.output(&network);
-    let files = SavedWeights::open(source.weights, source.statistics)?;
     progress.started(all_specs(&built.layout).map(|spec| 4 * spec.len() as u64).sum());
     let mut file = FileBuilder::new(bytes as usize);
     for (tensor, values) in graph.tensors.iter_mut().zip(&graph.values) {

@@ -54,9 +54,8 @@ pub fn gemm_workspace(
     let packed = || {
         let a = n > height * if transposed.a { 2 } else { gemm::get_rhs_packing_threshold() };
         let b = n <= 16 * height;
-        let values =
-            if a { m.next_multiple_of(width) } else { 0 } + if b { n.next_multiple_of(height) } else { 0 };
-        depth * values
+        let a = if a { (depth * m.next_multiple_of(width)).min(MAX_PACKED) } else { 0 };
+        a + if b { depth * n.next_multiple_of(height) } else { 0 }
     };
     let packed = if dtype != DType::F64 && uses_avx512((m, k, n), threading) { 0 } else { packed() };
     let converted = match converted_depth(dtype, (k, n), threading) {
@@ -93,6 +92,16 @@ pub fn matmul_workspace(
 
 /// Values of `b` that are converted at a time, if it has more: they are in cache when they are multiplied.
 const MAX_CONVERTED: usize = 1 << 19;
+
+/// Values of `a` that are packed at a time, if it has more rows: `gemm` would pack as many as fit into the last cache,
+/// which is another number of bytes on every machine.
+const MAX_PACKED: usize = 1 << 21;
+
+/// Rows of an operand with `k` columns that are multiplied at a time, so that no more is packed.
+pub(super) fn max_packed_rows(dtype: DType, k: usize) -> usize {
+    let GemmTile { width, depth, .. } = GemmTile::of(dtype);
+    MAX_PACKED / slice_depth(k, depth).max(1) / width * width
+}
 
 /// Rows of a (k, n) right operand that are converted at a time: a slice of K as the `gemm` crate cuts it, or all.
 pub(super) fn converted_depth(dtype: DType, (k, n): (usize, usize), threading: Threading) -> usize {
