@@ -5,7 +5,7 @@ use std::path::Path;
 
 use serde_json::Value;
 
-use crate::harness::{job_folder, read_json, trainer};
+use crate::harness::{job_folder, read_json, tensors, trainer};
 
 /// Two classes that a line separates: small variants lose little.
 fn trained(folder: &Path) {
@@ -23,6 +23,8 @@ fn the_best_small_variant_is_written() {
     let folder = job_folder(JOB);
     let at = folder.path();
     trained(at);
+    // What a killed process left.
+    fs::create_dir_all(at.join("run/.compressed.tmp/export")).unwrap();
     let found = trainer(at, &["compress", "run", "--target", "3x", "--max-loss", "0.1", "--json"]).expect(0);
     let found = found.json();
     let variants = found["variants"].as_array().unwrap();
@@ -60,6 +62,41 @@ fn the_best_small_variant_is_written() {
     assert!(again.contains("is not empty") && again.contains("--force"), "{again}");
     let again = ["compress", "run", "--target", "3x", "--max-loss", "0.1", "--json", "-o", "again"];
     assert_eq!(trainer(at, &again).expect(0).json(), found, "the same model and data give the same table");
+}
+
+/// `--force` replaces a folder, but never what is read.
+#[test]
+fn a_run_is_not_replaced_by_what_it_becomes() {
+    let folder = job_folder(JOB);
+    let at = folder.path();
+    trained(at);
+    let before = tensors(&at.join("run"));
+    let commands = [
+        &["compress", "run", "--target", "1.1x", "--max-loss", "1"][..],
+        &["export", "run", "--format", "onnx"],
+    ];
+    for command in commands {
+        for output in [
+            "run",
+            ".",
+            "run/checkpoints",
+            "run/checkpoints/best",
+            "run/checkpoints/new",
+            "gone/../run/checkpoints",
+        ] {
+            let text = trainer(at, &[command, &["-o", output, "--force"]].concat()).expect(2).stderr;
+            assert!(text.contains("which is to be read") && text.contains("hint: "), "{output}: {text}");
+        }
+        fs::write(at.join("file"), "").unwrap();
+        let text = trainer(at, &[command, &["-o", "file", "--force"]].concat()).expect(2).stderr;
+        assert!(text.contains("a file is in the place of the folder `file`"), "{text}");
+        trainer(at, &[command, &["-o", "run/small"]].concat()).expect(0);
+        trainer(at, &[command, &["-o", "run/small", "--force"]].concat()).expect(0);
+        fs::remove_dir_all(at.join("run/small")).unwrap();
+    }
+    assert!(before == tensors(&at.join("run")));
+    trainer(at, &["compress", "run/checkpoints/best", "--target", "1.1x", "--max-loss", "1"]).expect(0);
+    assert!(at.join("run/compressed/model.onnx").exists());
 }
 
 #[test]

@@ -193,6 +193,48 @@ fn a_bias_far_larger_than_its_inputs_is_exported_in_integers() {
     }
 }
 
+/// A bad record among the samples of a calibration is one of an evaluation.
+#[test]
+fn a_calibration_ends_at_a_bad_record_or_leaves_it_out_as_the_job_says() {
+    let folder = job_folder(
+        "[model]\nkind = 'mlp'\nhidden = [64, 64]\n[data]\nkind = 'csv'\ntrain = 'train.csv'\nvalid = 'valid.csv'\n\
+         target = 'y'\nclasses = ['low', 'high']\nstandardise = false\n[train]\nbatch_size = 16\nsteps = 10\n\
+         [log]\ntensorboard = false\n",
+    );
+    let at = folder.path();
+    let row = |i: usize| format!("{},{},{}\n", i % 7, i % 5, if i % 7 < 3 { "low" } else { "high" });
+    let rows = |count: usize| format!("a,b,y\n{}", (0..count).map(row).collect::<String>());
+    fs::write(at.join("train.csv"), rows(100)).unwrap();
+    fs::write(at.join("valid.csv"), rows(40)).unwrap();
+    trainer(at, &["fit", "job.toml", "--run-dir", "run", "-q"]).expect(0);
+    let bad = "1,2,sideways\n";
+    fs::write(at.join("train.csv"), rows(100) + bad + bad).unwrap();
+    let export = ["export", "run", "--format", "onnx", "--quantize", "int8", "-o", "out", "--force"];
+    let compress = ["compress", "run", "--target", "1.1x", "--max-loss", "1", "-o", "small", "--force", "-q"];
+    let skip = ["--set", "data.on_bad_record=skip"];
+    for command in [&export[..], &compress] {
+        let text = trainer(at, command).expect(4).stderr;
+        for part in ["train.csv", "`sideways`", "hint: `--set data.on_bad_record=skip` leaves bad rows out"] {
+            assert!(text.contains(part), "{part}: {text}");
+        }
+        let text = trainer(at, &[command, &skip].concat()).expect(0).stderr;
+        assert!(text.contains("note: calibrated without 2 bad records"), "{text}");
+    }
+    fs::write(at.join("train.csv"), format!("a,b,y\n{bad}{bad}")).unwrap();
+    for command in [&export[..], &compress] {
+        let text = trainer(at, &[command, &skip].concat()).expect(4).stderr;
+        for part in ["the data to calibrate on has no samples", "train.csv", "hint: "] {
+            assert!(text.contains(part), "{part}: {text}");
+        }
+    }
+    fs::remove_file(at.join("train.csv")).unwrap();
+    for command in [&export[..], &compress] {
+        let text = trainer(at, command).expect(0).stderr;
+        let note = "note: calibrated on the validation set, because the training set cannot be opened: ";
+        assert!(text.contains(note) && text.contains("train.csv"), "{text}");
+    }
+}
+
 #[test]
 fn what_makes_no_sense_is_refused_with_what_would_work() {
     let folder = classifier();

@@ -8,7 +8,7 @@ use std::path::Path;
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
-use crate::harness::{dataset, job_folder, read_json, skip, trainer};
+use crate::harness::{dataset, job_folder, mlp_job, read_json, skip, trainer};
 
 const CLASSIFIER: &str = "[model]\nkind = 'mlp'\nhidden = [16]\n[data]\nkind = 'csv'\ntrain = ['train.csv']\n\
     target = 'class'\nvalid_fraction = 0.25\n[train]\nbatch_size = 16\nepochs = 4\n[log]\ntensorboard = false\n";
@@ -239,6 +239,24 @@ fn an_export_that_is_damaged_is_refused_by_what_is_wrong() {
         fs::write(at.join(format).join("model.json"), other.to_string()).unwrap();
         let text = eval().expect(if format == "onnx" { 4 } else { 2 }).stderr;
         assert!(text.contains("`layers.0."), "{text}");
+    }
+}
+
+/// The weights of an export are not read if they do not fit: their damage is not found.
+#[test]
+fn an_export_that_does_not_fit_is_refused_before_it_is_read() {
+    let folder = job_folder(mlp_job(&["model.hidden = [400, 400]", "train.steps = 2"]));
+    let at = folder.path();
+    fit(at);
+    for format in ["onnx", "tflite"] {
+        export(at, "run", format, &[]);
+        let path = at.join(format).join(format!("model.{format}"));
+        let bytes = fs::read(&path).unwrap();
+        fs::write(&path, &bytes[..bytes.len() / 2]).unwrap();
+        let eval = |ram: &str| trainer(at, &["eval", format, "--set", &format!("memory.ram={ram}")]);
+        let text = eval("1MiB").expect(3).stderr;
+        assert!(text.contains("does not fit") && text.contains("memory.ram"), "{text}");
+        eval("1GiB").expect(4);
     }
 }
 

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use serde_json::Value;
 
-use crate::harness::{Finished, job_folder, trainer};
+use crate::harness::{Finished, events, job_folder, mlp_job, named, trainer};
 
 /// A table of two numbers and a category; the class depends on all of them.
 fn table(rows: usize, first: usize) -> String {
@@ -320,6 +320,33 @@ fn a_trained_model_is_fine_tuned_to_other_classes() {
     for name in ["layers.0.weight", "layers.0.bias", "layers.1.weight", "layers.1.bias"] {
         assert!(ten[name] == head[name], "{name} is frozen");
         assert!(ten[name] != tuned[name], "{name} is trained");
+    }
+}
+
+/// `train.init` takes the weights that `eval` evaluates.
+#[test]
+fn initial_weights_are_the_average_of_an_intact_checkpoint() {
+    let folder = job_folder(mlp_job(&["train.steps = 12", "train.ema = 0.9"]));
+    let at = folder.path();
+    trainer(at, &["fit", "job.toml", "--run-dir", "run", "-q"]).expect(0);
+    let evaluated = trainer(at, &["eval", "run", "--json", "-q"]).expect(0).json();
+    let sets = ["--set", "train.init=run", "--set", "eval.at_start=true", "--set", "train.steps=1"];
+    trainer(at, &[&["fit", "job.toml", "--run-dir", "next", "-q"], &sets[..]].concat()).expect(0);
+    let events = events(&at.join("next"));
+    let first = named(&events, "eval")[0]["metrics"]["valid.loss"].as_f64().unwrap();
+    let loss = evaluated["metrics"]["loss"].as_f64().unwrap();
+    assert!((first - loss).abs() < 1e-5, "{first} {loss}");
+    for file in ["ema.safetensors", "model.safetensors"] {
+        let path = at.join("run/checkpoints/best").join(file);
+        let whole = fs::read(&path).unwrap();
+        let mut damaged = whole.clone();
+        *damaged.last_mut().unwrap() ^= 1;
+        fs::write(&path, damaged).unwrap();
+        let text = trainer(at, &[&["check", "job.toml"], &sets[..]].concat()).expect(2).stderr;
+        let problem = format!("which is damaged: {file} does not match its checksum");
+        assert!(text.contains("`train.init` is `") && text.contains(&problem), "{text}");
+        assert!(text.contains("hint: "), "{text}");
+        fs::write(&path, whole).unwrap();
     }
 }
 

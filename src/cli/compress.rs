@@ -1,19 +1,19 @@
 //! `trainer compress`: find a smaller variant of a trained model that is good enough.
 
-use std::fs;
 use std::io::{self, IsTerminal};
 use std::path::PathBuf;
 
 use clap::Args;
 
 use super::eval::{ModelArgs, counting_bar, session_options};
-use super::export::{calibration_set, cli_error, open_set};
+use super::export::{calibration_set, check_output, cli_error, open_set, skipped_note};
 use super::{CliError, CommonArgs, Exit, print_line, start_threads};
 use crate::data::split::DatasetSplit;
-use crate::inference::compress::{CompressRequest, Frontier, compress};
+use crate::inference::compress::{CompressRequest, Compressed, Frontier, compress};
+use crate::inference::export::ExportFolder;
 use crate::job::SizeRatio;
 use crate::report::frontier;
-use crate::train::Failure;
+use crate::train::run_dir::{RunDir, write_atomic};
 
 /// Find the best smaller variant of a trained model: lower ranks, zeros and fewer bits
 #[derive(Clone, Debug, Args)]
@@ -51,28 +51,23 @@ impl CompressArgs {
             let message = format!("`--max-loss` must be 0 or more, not {}", self.max_loss);
             return Err(CliError::usage(message, "0.01 is one percent").into());
         }
-        let output = self.output.clone().unwrap_or_else(|| self.model.run.join("compressed"));
-        if !self.force && fs::read_dir(&output).is_ok_and(|mut entries| entries.next().is_some()) {
-            let message = format!("`{}` exists and is not empty", output.display());
-            return Err(CliError::usage(message, "`--force` replaces it, `-o` names another").into());
-        }
         let model = self.model.open(common)?;
+        let run = RunDir::of_checkpoint(&model.folder).map_or_else(|| self.model.run.clone(), |run| run.root);
+        let output = self.output.clone().unwrap_or_else(|| run.join("compressed"));
+        check_output(&output, &model)?;
+        // A temporary folder beside it: the old one stays until the new one is complete.
+        let folder = ExportFolder::create(&output, self.force).map_err(cli_error)?;
         start_threads()?;
         let mut session = session_options(common, &model, self.batch_size)?;
         let validation = open_set(DatasetSplit::Valid, &model, &mut session, common)?;
-        let calibration = calibration_set(&model, &mut session, common)?;
-        let parent = output.parent().filter(|parent| !parent.as_os_str().is_empty());
-        let parent = parent.unwrap_or(".".as_ref());
-        fs::create_dir_all(parent).map_err(Failure::io("create", parent))?;
-        let scratch = tempfile::Builder::new().prefix(".compress").tempdir_in(parent);
-        let scratch = scratch.map_err(Failure::io("create a folder in", parent))?;
+        let (calibration, note) = calibration_set(&model, &mut session, common)?;
         let request = CompressRequest {
             target: self.target,
             max_loss: self.max_loss,
             validation: &validation,
             calibration: &calibration,
             session: &session,
-            scratch: scratch.path(),
+            scratch: folder.path(),
         };
         let bar = counting_bar(common.display_options(io::stderr().is_terminal()), 0, "compress", "variants");
         let progress = |done: usize, total: usize| {
@@ -81,19 +76,14 @@ impl CompressArgs {
         };
         let found = rayon::scope(|_| compress(&model, &request, progress));
         bar.finish_and_clear();
-        let (frontier, folder) = found.map_err(cli_error)?;
+        let Compressed { frontier, chosen, skipped } = found.map_err(cli_error)?;
+        note.into_iter().chain(skipped_note(skipped)).for_each(|note| eprintln!("note: {note}"));
         self.print(&frontier, common)?;
-        let Some(folder) = folder else { return Err(self.nothing(&frontier).into()) };
-        let write = |name: &str, text: &str| {
-            let path = folder.join(name);
-            fs::write(&path, text).map_err(Failure::io("write", path))
-        };
+        let Some(chosen) = chosen else { return Err(self.nothing(&frontier).into()) };
+        let write = |name: &str, text: &str| write_atomic(&chosen.join(name), text.as_bytes());
         write("frontier.json", &format!("{}\n", serde_json::to_string_pretty(&frontier)?))?;
         write("frontier.svg", &frontier::svg(&frontier)?)?;
-        if output.exists() {
-            fs::remove_dir_all(&output).map_err(Failure::io("replace", &output))?;
-        }
-        fs::rename(&folder, &output).map_err(Failure::io("write", &output))?;
+        folder.commit_part(&chosen).map_err(cli_error)?;
         if !common.quiet && !common.json {
             print_line(format_args!("\nwritten to {}", output.display()))?;
         }

@@ -191,14 +191,21 @@ impl EvalArgs {
                 hint: Some("`--data PATH` evaluates the model on other labelled data".into()),
             }
             .into(),
-            Failure::BadRow(_) => CliError {
-                exit: Exit::Data,
-                message: failure.to_string(),
-                hint: Some("`--set data.on_bad_record=skip` leaves bad rows out and counts them".into()),
-            }
-            .into(),
-            _ => failure.into(),
+            _ => with_skip_hint(failure),
         }
+    }
+}
+
+/// The error of a command that has no row for each record: it can leave bad ones out.
+pub(super) fn with_skip_hint(failure: Failure) -> anyhow::Error {
+    match failure {
+        Failure::BadRow(_) => CliError {
+            exit: Exit::Data,
+            message: failure.to_string(),
+            hint: Some("`--set data.on_bad_record=skip` leaves bad rows out and counts them".into()),
+        }
+        .into(),
+        _ => failure.into(),
     }
 }
 

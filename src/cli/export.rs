@@ -1,7 +1,7 @@
 //! `trainer export`: write a trained model as the files of other tools.
 
 use std::io::{self, IsTerminal};
-use std::path::PathBuf;
+use std::path::{Component, Path, PathBuf};
 use std::str::FromStr;
 use std::sync::Arc;
 
@@ -9,9 +9,9 @@ use clap::Args;
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
-use super::eval::{ModelArgs, counting_bar, opening, sample_bar, session_options};
+use super::eval::{ModelArgs, counting_bar, opening, sample_bar, session_options, with_skip_hint};
 use super::{CliError, CommonArgs, Exit, print_line, start_threads};
-use crate::base::units::Bytes;
+use crate::base::units::{Bytes, counted};
 use crate::data::Dataset;
 use crate::data::split::DatasetSplit;
 use crate::inference::calibration::calibrate;
@@ -25,6 +25,7 @@ use crate::planner::plan::RemovedUnits;
 use crate::quantization::{ActivationQuantization, ClipMethod};
 use crate::train::Failure;
 use crate::train::datasets::inference::{Samples, TestTimeAugmentation, TrainedOn};
+use crate::train::run_dir::RunDir;
 
 /// Write a trained model as the files of other tools
 #[derive(Clone, Debug, Args)]
@@ -113,6 +114,7 @@ where
 impl ExportArgs {
     pub fn run(&self, common: &CommonArgs) -> anyhow::Result<Exit> {
         let opened = self.model.open(common)?;
+        check_output(&self.output, &opened)?;
         start_threads()?;
         let mut session = session_options(common, &opened, self.batch_size)?;
         let options = ExportOptions {
@@ -130,8 +132,9 @@ impl ExportArgs {
             None => (None, opened),
         };
         let display = common.display_options(io::stderr().is_terminal());
-        let activations = self.activations(&mut model, &mut session, common)?;
-        let rounded = self.rounded(&options, &mut model, &mut session, common)?;
+        let mut notes = Vec::new();
+        let activations = self.activations(&mut model, &mut session, common, &mut notes)?;
+        let rounded = self.rounded(&options, &mut model, &mut session, common, &mut notes)?;
         let mut progress = BarProgress::new(!common.quiet && display.interactive);
         let own = ExportSource::new(&model);
         let source = ExportSource {
@@ -144,6 +147,7 @@ impl ExportArgs {
         progress.0.finish_and_clear();
         drop(rounded);
         let mut summary = written.map_err(cli_error)?;
+        summary.notes.append(&mut notes);
         if let Some((whole, RemovedUnits { structure, removed, units })) = &whole {
             summary.source_bytes = whole.weights.metadata().map_or(summary.source_bytes, |file| file.len());
             let noun = structure.noun();
@@ -168,12 +172,13 @@ impl ExportArgs {
         self.finish(&summary, common)
     }
 
-    /// The ranges of the activations, if they are quantized.
+    /// The ranges of the activations, if they are quantized, and what is to be said about their samples.
     fn activations(
         &self,
         model: &mut TrainedModel,
         session: &mut SessionOptions,
         common: &CommonArgs,
+        notes: &mut Vec<String>,
     ) -> anyhow::Result<Option<ActivationQuantization>> {
         let kind = model.job.model.kind();
         if !self.quantize.is_some_and(|quantized| quantized.quantizes_activations(kind)) {
@@ -190,14 +195,16 @@ impl ExportArgs {
                 .into()),
             };
         }
-        let dataset = calibration_set(model, session, common)?;
+        let (dataset, note) = calibration_set(model, session, common)?;
         let samples = self.calibrate.unwrap_or(CALIBRATION_SAMPLES).min(dataset.len());
         let method = self.clip.unwrap_or(ClipMethod::Mse);
         let bar = sample_bar(common.display_options(io::stderr().is_terminal()), samples, "calibrate");
         let on_progress = |done| bar.set_position(done);
         let found = rayon::scope(|_| calibrate(model, &dataset, samples, method, session, on_progress));
         bar.finish_and_clear();
-        Ok(Some(found?))
+        let found = found.map_err(with_skip_hint)?;
+        notes.extend(note.into_iter().chain(skipped_note(found.skipped)));
+        Ok(Some(found.activations))
     }
 
     /// The weights as GPTQ rounds them, if it does.
@@ -207,11 +214,12 @@ impl ExportArgs {
         model: &mut TrainedModel,
         session: &mut SessionOptions,
         common: &CommonArgs,
+        notes: &mut Vec<String>,
     ) -> anyhow::Result<Option<RoundedWeights>> {
         if options.rounding != Rounding::Gptq {
             return Ok(None);
         }
-        let dataset = calibration_set(model, session, common)?;
+        let (dataset, note) = calibration_set(model, session, common)?;
         let samples = self.calibrate.unwrap_or(GPTQ_SAMPLES).min(dataset.len());
         let display = common.display_options(io::stderr().is_terminal());
         let bar = counting_bar(display, 0, "gptq", "matrices");
@@ -222,7 +230,9 @@ impl ExportArgs {
         let rounded =
             rayon::scope(|_| round_matrices(model, options, &dataset, samples, session, on_progress));
         bar.finish_and_clear();
-        rounded.map(Some).map_err(cli_error)
+        let rounded = rounded.map_err(cli_error)?;
+        notes.extend(note.into_iter().chain(skipped_note(rounded.skipped)));
+        Ok(Some(rounded))
     }
 
     fn finish(&self, summary: &ExportSummary, common: &CommonArgs) -> anyhow::Result<Exit> {
@@ -247,14 +257,65 @@ impl ExportArgs {
     }
 }
 
-/// The training set; the validation set if that cannot be opened.
+/// Refuses to replace what is read: `output` must not contain the model, the teacher or the initial weights of its run,
+/// and lie in no folder of their checkpoints.
+pub(super) fn check_output(output: &Path, model: &TrainedModel) -> Result<(), CliError> {
+    let target = resolved(output);
+    let teacher = model.job.distill.as_ref().map(|distill| &distill.teacher);
+    let inputs = [Some(&model.folder), teacher, model.job.train.init.as_ref()];
+    let is_replaced = |input: &&PathBuf| {
+        let folder = resolved(input);
+        let run = RunDir::of_checkpoint(&folder).unwrap_or_else(|| RunDir::new(&folder));
+        let checkpoints = run.checkpoints();
+        folder.starts_with(&target) || (checkpoints.is_dir() && target.starts_with(checkpoints))
+    };
+    match inputs.into_iter().flatten().find(is_replaced) {
+        None => Ok(()),
+        Some(input) => {
+            let input = input.display();
+            let message = format!("`-o` would replace `{input}`, which is to be read, or a part of it");
+            Err(CliError::usage(message, "name another folder"))
+        }
+    }
+}
+
+/// The path without links and `..`; what does not exist has none.
+fn resolved(path: &Path) -> PathBuf {
+    let existing = path.ancestors().find_map(|ancestor| {
+        let folder = if ancestor.as_os_str().is_empty() { Path::new(".") } else { ancestor };
+        Some((folder.canonicalize().ok()?, path.strip_prefix(ancestor).ok()?))
+    });
+    let Some((mut real, rest)) = existing else { return path.to_owned() };
+    for part in rest.components() {
+        match part {
+            Component::ParentDir => {
+                real.pop();
+            }
+            part => real.push(part),
+        }
+    }
+    real
+}
+
+/// The training set; the validation set if that cannot be opened, with a note that says so.
 pub(super) fn calibration_set(
     model: &TrainedModel,
     session: &mut SessionOptions,
     common: &CommonArgs,
-) -> Result<Arc<dyn Dataset>, Failure> {
-    open_set(DatasetSplit::Train, model, session, common)
-        .or_else(|_| open_set(DatasetSplit::Valid, model, session, common))
+) -> Result<(Arc<dyn Dataset>, Option<String>), Failure> {
+    let failure = match open_set(DatasetSplit::Train, model, session, common) {
+        Ok(dataset) => return Ok((dataset, None)),
+        Err(failure) => failure,
+    };
+    let dataset = open_set(DatasetSplit::Valid, model, session, common)?;
+    let note =
+        format!("calibrated on the validation set, because the training set cannot be opened: {failure}");
+    Ok((dataset, Some(note)))
+}
+
+/// A note on bad records that a calibration left out.
+pub(super) fn skipped_note(skipped: u64) -> Option<String> {
+    (skipped > 0).then(|| format!("calibrated without {}", counted(skipped, "bad record")))
 }
 
 pub(super) fn open_set(
@@ -278,7 +339,7 @@ pub(super) fn open_set(
 
 pub(super) fn cli_error(error: ExportError) -> anyhow::Error {
     let exit = match error {
-        ExportError::Evaluation(failure) => return failure.into(),
+        ExportError::Evaluation(failure) => return with_skip_hint(failure),
         ExportError::Memory { .. } => Exit::Memory,
         _ if error.is_usage() => Exit::Usage,
         _ => return error.into(),

@@ -14,6 +14,13 @@ use crate::quantization::{ActivationPoints, ActivationQuantization, AffineQuanti
 use crate::train::Failure;
 use crate::train::tensor_reader::TensorReader;
 
+/// What a calibration found.
+pub struct Calibration {
+    pub activations: ActivationQuantization,
+    /// Bad records among its samples, which were left out.
+    pub skipped: u64,
+}
+
 /// The quantization of every point of `model`, from `samples` drawn of `dataset`, or from the range that training
 /// found. `progress` is called with the samples done.
 pub fn calibrate(
@@ -23,7 +30,7 @@ pub fn calibrate(
     method: ClipMethod,
     options: &SessionOptions,
     mut progress: impl FnMut(u64),
-) -> Result<ActivationQuantization, Failure> {
+) -> Result<Calibration, Failure> {
     let built = models::build_reduced(&model.job.model, model.features(), &Reductions::of_job(&model.job))?;
     let mut network = built.network;
     let names = points::insert(&mut network, &[], &ActivationPoints::None).unwrap_or_default();
@@ -38,7 +45,8 @@ pub fn calibrate(
     );
     model.points = own;
     let (session, mut done) = (loaded?, 0);
-    session.for_some_batches(dataset.clone(), samples, |batch| {
+    let loading = &model.job.data.loader;
+    let skipped = session.for_some_batches(dataset.clone(), samples, loading, |batch| {
         if !batch.ids.is_empty() {
             session.logits(batch)?;
         }
@@ -46,9 +54,9 @@ pub fn calibrate(
         progress(done);
         Ok(())
     })?;
-    let mut found = observers.quantization(method);
-    found.extend(trained_ranges(model, &names)?);
-    Ok(found)
+    let mut activations = observers.quantization(method);
+    activations.extend(trained_ranges(model, &names)?);
+    Ok(Calibration { activations, skipped })
 }
 
 /// The quantization of these points by the ranges of training, which has none of the logits; empty for a model that was

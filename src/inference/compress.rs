@@ -81,13 +81,21 @@ pub struct Frontier {
     pub chosen: Option<usize>,
 }
 
-/// Evaluates all variants of `model`. The files of the chosen one are in the folder that is returned, below the
-/// scratch folder. `progress` is called with the variants done and their number.
+/// What a search found.
+pub struct Compressed {
+    pub frontier: Frontier,
+    /// The folder with the files of the chosen variant, below the scratch folder.
+    pub chosen: Option<PathBuf>,
+    /// Bad records among the samples that activations were calibrated on, which were left out.
+    pub skipped: u64,
+}
+
+/// Evaluates all variants of `model`. `progress` is called with the variants done and their number.
 pub fn compress(
     model: &TrainedModel,
     request: &CompressRequest,
     mut progress: impl FnMut(usize, usize),
-) -> Result<(Frontier, Option<PathBuf>), ExportError> {
+) -> Result<Compressed, ExportError> {
     let smaller = shrink(model, request.session.ram)?;
     let model = smaller.as_ref().map_or(model, |smaller| &smaller.model);
     if !matches!(model.points, ActivationPoints::None) {
@@ -101,7 +109,7 @@ pub fn compress(
     let ranks = rank_choices(model, request.session.ram)?;
     let total = ranks.len() * SPARSITIES.len() * types.len();
     let mut frontier = Frontier { metric: "loss", variants: Vec::new(), chosen: None };
-    let kept = request.scratch.join("chosen");
+    let (kept, mut most_skipped) = (request.scratch.join("chosen"), 0);
     for (lowrank, ranks) in &ranks {
         for sparsity in SPARSITIES {
             let weights = request.scratch.join("weights.safetensors");
@@ -110,7 +118,9 @@ pub fn compress(
             for quantize in &types {
                 progress(frontier.variants.len(), total);
                 let folder = request.scratch.join("export");
-                let (dtype, files, metrics) = measure(&mut variant, *quantize, &folder, request)?;
+                let MeasuredVariant { dtype, files, metrics, skipped } =
+                    measure(&mut variant, *quantize, &folder, request)?;
+                most_skipped = skipped.max(most_skipped);
                 let (metric, value) = quality(&metrics);
                 frontier.metric = metric;
                 let (bytes, gzipped_bytes) = sizes(&files)?;
@@ -146,8 +156,8 @@ pub fn compress(
     }
     progress(total, total);
     mark_frontier(&mut frontier.variants);
-    let kept = frontier.chosen.map(|_| kept);
-    Ok((frontier, kept))
+    let chosen = frontier.chosen.map(|_| kept);
+    Ok(Compressed { frontier, chosen, skipped: most_skipped })
 }
 
 /// The ranks that the model has, then those of factorized variants, as far as it has layers for them.
@@ -203,13 +213,24 @@ fn with_weights(model: &TrainedModel, ranks: &Ranks, weights: &Path) -> TrainedM
     }
 }
 
-/// Exports a variant to `folder` and evaluates what was written: its type, its files and its metrics.
+/// A variant that was exported and evaluated.
+struct MeasuredVariant {
+    /// The type of its weights.
+    dtype: &'static str,
+    /// The files of its model.
+    files: Vec<PathBuf>,
+    metrics: TaskMetrics,
+    /// Bad records of its calibration.
+    skipped: u64,
+}
+
+/// Exports a variant to `folder` and evaluates what was written.
 fn measure(
     model: &mut TrainedModel,
     quantize: Option<QuantizedType>,
     folder: &Path,
     request: &CompressRequest,
-) -> Result<(&'static str, Vec<PathBuf>, TaskMetrics), ExportError> {
+) -> Result<MeasuredVariant, ExportError> {
     let (session, kind) = (request.session, model.job.model.kind());
     let options = ExportOptions {
         format: ExportFormat::Onnx,
@@ -220,14 +241,15 @@ fn measure(
         force: true,
         max_bytes: session.ram,
     };
-    let activations = match quantize.is_some_and(|quantized| quantized.quantizes_activations(kind)) {
+    let calibration = match quantize.is_some_and(|quantized| quantized.quantizes_activations(kind)) {
         true => {
             let samples = CALIBRATION_SAMPLES.min(request.calibration.len());
             Some(calibrate(model, request.calibration, samples, ClipMethod::Mse, session, |_| {})?)
         }
         false => None,
     };
-    let source = ExportSource { activations: activations.as_ref(), ..ExportSource::new(model) };
+    let activations = calibration.as_ref().map(|calibration| &calibration.activations);
+    let source = ExportSource { activations, ..ExportSource::new(model) };
     let summary = export(&source, &options, &mut NoExportProgress)?;
     let restored = request.scratch.join("read-back.safetensors");
     let points = read_back(&source, &options, &restored)?;
@@ -236,7 +258,12 @@ fn measure(
     let evaluation = evaluate(model, request.validation, session, |_| {});
     ((model.weights, model.statistics), model.points) = (own, ActivationPoints::None);
     let files = summary.files.iter().filter(|file| file.name.starts_with("model.onnx"));
-    Ok((summary.dtype, files.map(|file| folder.join(&file.name)).collect(), evaluation?.metrics))
+    Ok(MeasuredVariant {
+        dtype: summary.dtype,
+        files: files.map(|file| folder.join(&file.name)).collect(),
+        metrics: evaluation?.metrics,
+        skipped: calibration.as_ref().map_or(0, |calibration| calibration.skipped),
+    })
 }
 
 /// The metric that variants are compared by, and its value.

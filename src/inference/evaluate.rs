@@ -4,15 +4,12 @@ use std::sync::Arc;
 
 use serde_json::{Map, Value, json};
 
+use super::bad_records::BadRecords;
 use super::session::{PassOutput, Session, SessionOptions};
 use super::trained_model::TrainedModel;
 use super::view_mean::ViewMean;
 use crate::base::features::{Features, TargetSpec};
-use crate::base::units::counted;
-use crate::data::bad_records::{BadRecord, BadRecordPolicy, SkippedRecords};
-use crate::data::split::DatasetSplit;
-use crate::data::{DataError, Dataset, HostBatch};
-use crate::job::{LoaderConfig, OnBadRecord};
+use crate::data::{Dataset, HostBatch};
 use crate::layers::loss::MetricSums;
 use crate::metrics::task::{ScoreMemory, TargetScale, TaskMetrics, TaskSums};
 use crate::train::Failure;
@@ -22,56 +19,14 @@ use crate::train::validation_metrics::{score_error, target_bytes, target_rows};
 /// Memory for scores; more go to a temporary file.
 const SCORE_BYTES: u64 = 64 << 20;
 
+/// What errors call the data.
+const SET: &str = "the data to evaluate";
+
 pub struct Evaluation {
     pub samples: u64,
     /// Records that could not be read.
     pub skipped: u64,
     pub metrics: TaskMetrics,
-}
-
-/// The bad records of an evaluation: the job says whether the first ends it, or how many are left out at most.
-struct BadRecords {
-    policy: BadRecordPolicy,
-    skipped: SkippedRecords,
-    first: Option<String>,
-    /// Views of each record, and the record found last: it is usually bad in all of its views and counts once.
-    views: u64,
-    last: Option<u64>,
-}
-
-impl BadRecords {
-    fn new(loading: &LoaderConfig, views: u64) -> Self {
-        let policy = match loading.on_bad_record {
-            OnBadRecord::Fail => BadRecordPolicy::Fail,
-            OnBadRecord::Skip => BadRecordPolicy::Skip { limit: loading.max_bad_records },
-        };
-        Self { policy, skipped: SkippedRecords::default(), first: None, views, last: None }
-    }
-
-    /// Counts those of a micro-batch.
-    fn add(&mut self, bad: &[BadRecord]) -> Result<(), Failure> {
-        for record in bad {
-            if self.policy == BadRecordPolicy::Fail {
-                return Err(Failure::BadRow(record.why.clone()));
-            }
-            if self.last.replace(record.id / self.views) != Some(record.id / self.views) {
-                self.first.get_or_insert_with(|| record.why.clone());
-                self.skipped.record(DatasetSplit::Valid, 0, std::slice::from_ref(record), self.policy)?;
-            }
-        }
-        Ok(())
-    }
-
-    /// Refuses to compute metrics of nothing.
-    fn check_usable(&self, usable: u64) -> Result<(), Failure> {
-        if usable > 0 {
-            return Ok(());
-        }
-        let records = counted(self.skipped.count(), "bad record");
-        let first = self.first.as_deref().unwrap_or("none");
-        let why = format!("it has {records} and no others, the first: {first}");
-        Err(DataError::NoSamples { set: "the data to evaluate".into(), why }.into())
-    }
 }
 
 /// Evaluates `model` on `dataset`. A bad record fails it or is left out, as the job's `on_bad_record` says.
@@ -117,7 +72,7 @@ pub fn evaluate(
                 }
                 Ok(())
             })?;
-            bad_records.check_usable(done - skipped)?;
+            bad_records.check_usable(SET, done - skipped)?;
             sums.finish().map_err(score_error)?
         }
         None => {
@@ -127,7 +82,7 @@ pub fn evaluate(
                 bytes += target_bytes(dataset.as_ref(), batch);
                 Ok(())
             })?;
-            bad_records.check_usable(done - skipped)?;
+            bad_records.check_usable(SET, done - skipped)?;
             let accuracy = sums.top1 as f64 / sums.count as f64;
             TaskMetrics::Language { loss: sums.mean_loss(), tokens: sums.weight, bytes, accuracy }
         }

@@ -36,6 +36,7 @@ use serde_json::{Value, json};
 
 pub use self::comparison::compare;
 pub use self::error::ExportError;
+pub use self::folder::ExportFolder;
 pub use self::gguf::Quantization;
 pub use self::options::{ExportFormat, ExportOptions, QuantizedType, Rounding};
 pub use self::rounding::{BlockScales, RoundedWeights, round_matrices};
@@ -45,7 +46,6 @@ pub use self::weights::WeightDtype;
 
 use self::block_sizes::BlockSizes;
 use self::folded::{FoldedNetwork, Op, Restored};
-use self::folder::ExportFolder;
 use self::safetensors_file::TensorHeader;
 use self::tokenizer::ExportedTokenizer;
 use self::weights::{SavedWeights, TensorFile, TensorMapping, Transform, all_specs, by_param, restore};
@@ -378,6 +378,21 @@ fn mappings(
         // Its weights are folded: see `read_back_folded`.
         ExportFormat::Tflite => Vec::new(),
     })
+}
+
+/// Host bytes that [`read_back`] takes at most: the largest tensor in every form, beside the file if that is in memory
+/// as a whole.
+pub fn read_back_bytes(source: &ExportSource, options: &ExportOptions) -> Result<u64, ExportError> {
+    let built = source.build()?;
+    let largest = all_specs(&built.layout).map(TensorSpec::len).max().unwrap_or(0);
+    let file = match options.format {
+        ExportFormat::Tflite => {
+            let path = options.folder.join(tflite::FILE);
+            std::fs::metadata(&path).map_err(ExportError::io("read", &path))?.len()
+        }
+        _ => 0,
+    };
+    Ok(file + BYTES_PER_VALUE * largest as u64)
 }
 
 /// Decodes an export to f32 and writes it to `path` as safetensors under the names and shapes of the parameters, as in

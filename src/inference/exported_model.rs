@@ -11,11 +11,18 @@ use std::path::Path;
 
 use serde_json::Value;
 
-use super::export::{ExportFormat, ExportOptions, ExportSource, QuantizedType, Rounding, read_back};
+use super::export::{
+    ExportError, ExportFormat, ExportOptions, ExportSource, QuantizedType, Rounding, read_back,
+    read_back_bytes,
+};
 use super::trained_model::{Origin, TrainedModel, with_sets};
 use crate::base::regular_file;
+use crate::base::units::Bytes;
 use crate::data::preprocessing::Preprocessing;
 use crate::job::ModelConfig;
+use crate::memory::probe;
+use crate::memory::process::{ProcessMemory, ThreadStacks};
+use crate::planner::budget;
 use crate::quantization::ActivationPoints;
 use crate::train::Failure;
 use crate::train::checkpoint::{MODEL, PREPROCESSING};
@@ -98,17 +105,16 @@ fn exported(folder: &Path, sets: &[String]) -> Result<TrainedModel, Failure> {
 }
 
 /// Decodes the weights to a temporary file that lives as long as the model, and takes the ranges of its activations
-/// from an 8-bit export.
+/// from an 8-bit export. Refuses an export whose largest tensor does not fit in the job's memory, before it is read.
 fn convert(
     model: &mut TrainedModel,
     format: ExportFormat,
     quantize: Option<QuantizedType>,
 ) -> Result<(), Failure> {
-    let file = tempfile::Builder::new()
-        .prefix("trainer-weights-")
-        .tempfile()
-        .map_err(Failure::io("create a temporary file in", std::env::temp_dir()))?
-        .into_temp_path();
+    // Only this thread runs yet.
+    let stacks = ThreadStacks { compute_threads: 1, kernel_bytes: 0, loader_threads: 0 };
+    let process = ProcessMemory::measure(stacks, 0).non_heap;
+    let ram = probe::host().map_or(u64::MAX, |host| budget::host(&model.job.memory, &host));
     let options = ExportOptions {
         format,
         dtype: None,
@@ -116,10 +122,28 @@ fn convert(
         rounding: Rounding::Nearest,
         folder: model.folder.clone(),
         force: false,
-        max_bytes: u64::MAX,
+        max_bytes: ram,
     };
-    model.points = read_back(&ExportSource::new(model), &options, &file)
-        .map_err(|error| unusable(&model.folder, format!("its weights cannot be read: {error}")))?;
+    let unreadable =
+        |error: ExportError| unusable(&options.folder, format!("its weights cannot be read: {error}"));
+    let source = ExportSource::new(model);
+    let needs = process + read_back_bytes(&source, &options).map_err(unreadable)?;
+    if needs > ram {
+        let none = Bytes(0);
+        return Err(Failure::SessionDoesNotFit {
+            needs: Bytes(needs),
+            ram: Bytes(ram),
+            needs_vram: none,
+            vram: none,
+        });
+    }
+    let file = tempfile::Builder::new()
+        .prefix("trainer-weights-")
+        .tempfile()
+        .map_err(Failure::io("create a temporary file in", std::env::temp_dir()))?
+        .into_temp_path();
+    let points = read_back(&source, &options, &file).map_err(unreadable)?;
+    model.points = points;
     (model.weights, model.statistics) = (file.to_path_buf(), file.to_path_buf());
     model.converted = Some(file);
     Ok(())

@@ -3,6 +3,7 @@
 //! Takes a run, a checkpoint or an exported folder ([`trained_model`]), loads its weights within a memory budget
 //! ([`session`]) and computes. Shares the network, the walk and the ledger with training.
 
+mod bad_records;
 pub mod calibration;
 pub mod compress;
 pub mod evaluate;

@@ -7,6 +7,7 @@ use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor};
 
+use super::bad_records::BadRecords;
 use super::trained_model::TrainedModel;
 use crate::base::features::Features;
 use crate::base::units::Bytes;
@@ -15,7 +16,7 @@ use crate::data::loader::{self, Loader, LoaderOptions};
 use crate::data::order::{Cursor, Order};
 use crate::data::{Dataset, HostBatch, streaming};
 use crate::graph::network::{DeviceBatch, Executor, Network, StepError};
-use crate::job::Reductions;
+use crate::job::{LoaderConfig, Reductions};
 use crate::kernels::matmul;
 use crate::layers::loss::MetricSums;
 use crate::layers::{Mode, PassContext};
@@ -298,15 +299,24 @@ impl Session {
         self.for_samples(dataset, samples, false, visit)
     }
 
-    /// The same for `samples` of `dataset`, or all if it has fewer, in an order of the job's seed.
+    /// The same for `samples` of `dataset`, or all if it has fewer, in an order of the job's seed, to calibrate on. A bad
+    /// record fails it or is left out, as `loading` says; returns how many were left out.
     pub fn for_some_batches(
         &self,
         dataset: Arc<dyn Dataset>,
         samples: u64,
-        visit: impl FnMut(&HostBatch) -> Result<(), Failure>,
-    ) -> Result<(), Failure> {
+        loading: &LoaderConfig,
+        mut visit: impl FnMut(&HostBatch) -> Result<(), Failure>,
+    ) -> Result<u64, Failure> {
         let samples = samples.min(dataset.len());
-        self.for_samples(dataset, samples, true, visit)
+        let (mut bad_records, mut usable) = (BadRecords::new(loading, dataset.views()), 0);
+        self.for_samples(dataset, samples, true, |batch| {
+            bad_records.add(&batch.bad_records)?;
+            usable += batch.ids.len() as u64;
+            visit(batch)
+        })?;
+        bad_records.check_usable("the data to calibrate on", usable)?;
+        Ok(bad_records.count())
     }
 
     fn for_samples(

@@ -239,6 +239,12 @@ impl Checkpoints {
         paths.iter().find(|path| !path.join(DIVERGED).exists()).or(paths.first()).cloned()
     }
 
+    /// The best checkpoint; the newest good one if none was evaluated.
+    pub fn best_or_last(&self) -> Option<PathBuf> {
+        let best = self.newest_state().and_then(|state| state.best).map(|(_, step)| self.path(step));
+        best.filter(|path| path.exists()).or_else(|| self.last_good())
+    }
+
     /// Steps of the checkpoints that carry the `DONE` marker, newest first.
     pub fn complete_steps(&self) -> impl Iterator<Item = u64> {
         self.steps().into_iter().filter(|step| self.path(*step).join(DONE).exists())

@@ -207,6 +207,9 @@ impl Failure {
             Failure::Init(InitError::Mismatch { policy: InitHead::Auto, .. }) => {
                 Some("`model` must be that of the weights, except for its classes, vocabulary and context".into())
             }
+            Failure::Init(InitError::Unreadable { .. }) => Some(
+                "`train.init` takes a run, an intact checkpoint, a safetensors file or a folder of shards".into(),
+            ),
             Failure::Teacher(_) => Some(
                 "the teacher is the folder of a run, of a checkpoint or of an export as safetensors, trained on the same classes \
                  and inputs"

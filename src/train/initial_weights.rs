@@ -12,7 +12,7 @@ use candle_core::{DType, Device, Tensor};
 use serde::Serialize;
 
 use super::Failure;
-use super::checkpoint::{MODEL, is_checkpoint};
+use super::checkpoint::{AVERAGE, Checkpoints, MODEL, is_checkpoint, verify_files};
 use super::run_dir::RunDir;
 use super::tensor_reader::{TensorReader, is_float, write_f32};
 use crate::base::regular_file;
@@ -63,7 +63,7 @@ pub struct InitialWeights {
 /// The files of weights, by tensor.
 pub(super) struct WeightFiles {
     files: Vec<TensorReader>,
-    /// File of each tensor.
+    /// File of each tensor: the last one that has it.
     places: BTreeMap<String, usize>,
 }
 
@@ -278,7 +278,8 @@ fn is_resizable(name: &str) -> bool {
     TABLES.iter().any(|table| name.ends_with(table))
 }
 
-/// The safetensors files at `path`: a file, a checkpoint, a run, or a folder with one file or with shards.
+/// The safetensors files at `path`: a file, an intact checkpoint, the best one of a run, or a folder with one file or
+/// with shards. The EMA of a checkpoint comes last: it has neither frozen parameters nor running statistics.
 fn weight_files(path: &Path) -> Result<Vec<PathBuf>, InitError> {
     let unreadable = |problem: &str| InitError::Unreadable { path: path.to_owned(), problem: problem.into() };
     if !path.is_dir() {
@@ -287,14 +288,16 @@ fn weight_files(path: &Path) -> Result<Vec<PathBuf>, InitError> {
             false => Err(unreadable("does not exist")),
         };
     }
-    let run = RunDir::new(path).checkpoints();
-    let folder = match (is_checkpoint(path), run.join("best"), run.join("last")) {
-        (true, ..) => path.to_owned(),
-        (false, best, _) if best.exists() => best,
-        (false, _, last) if last.exists() => last,
-        _ => path.to_owned(),
+    let checkpoint = match is_checkpoint(path) {
+        true => Some(path.to_owned()),
+        false => Checkpoints::new(RunDir::new(path).checkpoints()).best_or_last(),
     };
-    let index = folder.join(SHARD_INDEX);
+    if let Some(folder) = checkpoint {
+        verify_files(&folder).map_err(|why| unreadable(&format!("is damaged: {why}")))?;
+        let files = [MODEL, AVERAGE].map(|name| folder.join(name));
+        return Ok(files.into_iter().filter(|file| file.exists()).collect());
+    }
+    let index = path.join(SHARD_INDEX);
     if index.exists() {
         let text =
             regular_file::read(&index, MAX_INDEX_BYTES).map_err(|error| unreadable(&error.to_string()))?;
@@ -307,9 +310,9 @@ fn weight_files(path: &Path) -> Result<Vec<PathBuf>, InitError> {
         if shards.iter().any(|file| file.contains(['/', '\\']) || file.starts_with("..")) {
             return Err(unreadable("has an index that names files of other folders"));
         }
-        return Ok(shards.into_iter().map(|file| folder.join(file)).collect());
+        return Ok(shards.into_iter().map(|file| path.join(file)).collect());
     }
-    let one = folder.join(MODEL);
+    let one = path.join(MODEL);
     if one.exists() { Ok(vec![one]) } else { Err(unreadable("is a folder without model.safetensors")) }
 }
 

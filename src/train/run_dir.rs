@@ -28,6 +28,13 @@ impl RunDir {
         Self { root: root.into() }
     }
 
+    /// The run that has the checkpoint in this folder; `None` if it stands alone.
+    pub fn of_checkpoint(folder: &Path) -> Option<Self> {
+        let parent = folder.parent()?;
+        let run = Self::new(parent.parent()?);
+        (run.checkpoints() == parent).then_some(run)
+    }
+
     pub fn job(&self) -> PathBuf {
         self.root.join("job.toml")
     }

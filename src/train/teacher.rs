@@ -6,6 +6,7 @@ use candle_core::{DType, Device};
 
 use super::Failure;
 use super::checkpoint::{self, Checkpoints};
+use super::datasets::images;
 use super::datasets::tables::TableSource;
 use super::described_job::{DESCRIPTION, described_job};
 use super::run_dir::RunDir;
@@ -20,7 +21,6 @@ use crate::data::preprocessing::Preprocessing;
 use crate::graph::network::TeacherNetwork;
 use crate::job::{
     DistillConfig, FeatureConfig, Job, LogitSource, ModelConfig, Precision, Reductions, TeacherPrecision,
-    job_values,
 };
 use crate::models::{BuiltModel, FeatureOptions, LossOptions, ModelError, block_named};
 use crate::param_store::ParamStore;
@@ -28,9 +28,6 @@ use crate::params::{Int8Layout, ParamLayout, ParamRules};
 
 /// Upper bound on the size of each JSON file.
 const MAX_JSON_BYTES: u64 = 1 << 30;
-
-/// Keys of `[data]` that change what a model sees of an image.
-const NORMALIZATION: [&str; 3] = ["data.mean", "data.std", "data.normalize"];
 
 /// Why a model cannot be the teacher.
 #[derive(Debug, thiserror::Error)]
@@ -284,16 +281,27 @@ fn describe_input(input: &InputSpec) -> String {
 }
 
 fn check_normalization(its: &Job, job: &Job) -> Result<(), String> {
-    let (there, here) = (job_values(&its.to_json()), job_values(&job.to_json()));
-    let differs = NORMALIZATION.iter().find(|key| there.get(**key) != here.get(**key));
-    match differs {
-        None => Ok(()),
-        Some(key) => {
-            let value = |values: Option<&String>| values.cloned().unwrap_or_else(|| "absent".into());
-            let (there, here) = (value(there.get(*key)), value(here.get(*key)));
-            Err(format!("was trained with `{key}` {there}, and this job has {here}"))
-        }
+    let ((mean, std), (own_mean, own_std)) = (normalization(its), normalization(job));
+    match mean == own_mean && std == own_std {
+        true => Ok(()),
+        false => Err(format!(
+            "was trained with the mean {mean:?} and the standard deviation {std:?} of images, and this job has \
+             {own_mean:?} and {own_std:?}"
+        )),
     }
+}
+
+/// The mean and the standard deviation that values of 0 to 1 are normalized with: one number if it is that of every
+/// channel.
+fn normalization(job: &Job) -> (Vec<f32>, Vec<f32>) {
+    let found = images::normalization(&job.data.source).unwrap_or_default();
+    let shortest = |mut values: Vec<f32>| {
+        if values.windows(2).all(|pair| pair[0] == pair[1]) {
+            values.truncate(1);
+        }
+        values
+    };
+    (shortest(found.mean), shortest(found.std))
 }
 
 fn check_tokenizer(folder: &Path, dataset: &dyn Dataset) -> Result<(), String> {
@@ -307,5 +315,32 @@ fn check_tokenizer(folder: &Path, dataset: &dyn Dataset) -> Result<(), String> {
         Ok(there) if is_same(&there) => Ok(()),
         Ok(_) => Err("has another tokenizer than the data".into()),
         Err(error) => Err(format!("has no tokenizer that can be read: {error}")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A preset is the numbers that it stands for, and one number those of all channels.
+    #[test]
+    fn another_normalization_is_refused() {
+        let job = |keys: &str| {
+            let text = format!(
+                "[model]\nkind = 'mlp'\n[data]\nkind = 'images'\ntrain = 'd'\nimage_size = 8\n{keys}\n[train]\nsteps = 1\n"
+            );
+            Job::parse(&text, Path::new("job.toml"), &[]).unwrap()
+        };
+        for (there, here, suits) in [
+            ("", "normalise = 'imagenet'", true),
+            ("", "mean = [0.485, 0.456, 0.406]", true),
+            ("normalise = 'half'", "mean = 0.5\nstd = [0.5, 0.5, 0.5]", true),
+            ("", "normalise = 'half'", false),
+            ("", "normalise = 'none'", false),
+            ("normalise = 'half'", "normalise = 'half'\nstd = 1.0", false),
+        ] {
+            let found = check_normalization(&job(there), &job(here));
+            assert_eq!(found.is_ok(), suits, "{there} {here}: {found:?}");
+        }
     }
 }

@@ -33,6 +33,8 @@ pub enum ExportError {
     TwoTypes { dtype: &'static str, quantization: &'static str },
     #[error("`{}` exists and is not empty", .0.display())]
     FolderTaken(PathBuf),
+    #[error("a file is in the place of the folder `{}`", .0.display())]
+    NotAFolder(PathBuf),
     #[error("the tokenizer has {problem}, and llama.cpp needs {needs}")]
     Tokenizer { problem: String, needs: &'static str },
     #[error("the tokenizer has {tokens} tokens, and the model has embeddings for {vocab}")]
@@ -103,6 +105,7 @@ impl ExportError {
                 | Self::UnsupportedDtype { .. }
                 | Self::TooLarge { .. }
                 | Self::FolderTaken(_)
+                | Self::NotAFolder(_)
                 | Self::Tokenizer { .. }
                 | Self::Overflow { .. }
         )
@@ -163,6 +166,7 @@ impl ExportError {
             }
             Self::TwoTypes { .. } => Some("leave one of them out".into()),
             Self::FolderTaken(_) => Some("choose another folder, or replace this one with `--force`".into()),
+            Self::NotAFolder(_) => Some("choose another folder: `--force` replaces no file".into()),
             Self::Tokenizer { .. } => {
                 Some("`--format hf` exports any tokenizer, and `--format onnx` needs none".into())
             }

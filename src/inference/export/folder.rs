@@ -7,21 +7,23 @@ use std::path::{Path, PathBuf};
 use super::ExportedFile;
 use super::error::ExportError;
 
-/// A folder under construction beside its final place. Dropping it without [`commit`](Self::commit) removes it.
-pub(super) struct ExportFolder {
+/// A folder under construction beside its final place. Dropping it before it is committed removes it.
+pub struct ExportFolder {
     temporary: PathBuf,
     target: PathBuf,
     replace: bool,
-    committed: bool,
 }
 
 impl ExportFolder {
-    /// Refuses a target that has content, unless it may be replaced.
-    pub(super) fn create(target: &Path, replace: bool) -> Result<Self, ExportError> {
+    /// Refuses a target that has content, unless it may be replaced. Removes what a killed process left.
+    pub fn create(target: &Path, replace: bool) -> Result<Self, ExportError> {
         let occupied = match fs::read_dir(target) {
             Ok(mut entries) => entries.next().is_some(),
             Err(error) if error.kind() == io::ErrorKind::NotFound => false,
-            // A file, or a folder that cannot be read.
+            Err(error) if error.kind() == io::ErrorKind::NotADirectory => {
+                return Err(ExportError::NotAFolder(target.to_owned()));
+            }
+            // A folder that cannot be read.
             Err(source) => return Err(ExportError::io("write the folder", target)(source)),
         };
         if occupied && !replace {
@@ -30,10 +32,10 @@ impl ExportFolder {
         let temporary = hidden_sibling(target, "tmp");
         let _ = fs::remove_dir_all(&temporary);
         fs::create_dir_all(&temporary).map_err(ExportError::io("create", &temporary))?;
-        Ok(Self { temporary, target: target.to_owned(), replace, committed: false })
+        Ok(Self { temporary, target: target.to_owned(), replace })
     }
 
-    pub(super) fn path(&self) -> &Path {
+    pub fn path(&self) -> &Path {
         &self.temporary
     }
 
@@ -52,29 +54,34 @@ impl ExportFolder {
     }
 
     /// Gives the folder its name, and returns its files with their sizes, sorted by name.
-    pub(super) fn commit(mut self) -> Result<Vec<ExportedFile>, ExportError> {
+    pub(super) fn commit(self) -> Result<Vec<ExportedFile>, ExportError> {
+        let whole = self.temporary.clone();
+        self.commit_part(&whole)
+    }
+
+    /// The same for `part`, a folder below this one; the rest is removed.
+    pub fn commit_part(self, part: &Path) -> Result<Vec<ExportedFile>, ExportError> {
         let mut files = Vec::new();
-        for entry in fs::read_dir(&self.temporary).map_err(ExportError::io("read", &self.temporary))? {
-            let entry = entry.map_err(ExportError::io("read", &self.temporary))?;
+        for entry in fs::read_dir(part).map_err(ExportError::io("read", part))? {
+            let entry = entry.map_err(ExportError::io("read", part))?;
             let bytes = entry.metadata().map_err(ExportError::io("read", entry.path()))?.len();
             files.push(ExportedFile { name: entry.file_name().to_string_lossy().into_owned(), bytes });
         }
         files.sort_by(|a, b| a.name.cmp(&b.name));
-        sync(&self.temporary)?;
+        sync(part)?;
         let old = hidden_sibling(&self.target, "old");
         let replaces = self.replace && self.target.exists();
         if replaces {
             let _ = fs::remove_dir_all(&old);
             fs::rename(&self.target, &old).map_err(ExportError::io("replace", &self.target))?;
         }
-        if let Err(source) = fs::rename(&self.temporary, &self.target) {
+        if let Err(source) = fs::rename(part, &self.target) {
             if replaces {
                 // Best effort: what was there before comes back.
                 let _ = fs::rename(&old, &self.target);
             }
             return Err(ExportError::io("write", &self.target)(source));
         }
-        self.committed = true;
         if replaces {
             fs::remove_dir_all(&old).map_err(ExportError::io("remove", &old))?;
         }
@@ -87,9 +94,8 @@ impl ExportFolder {
 
 impl Drop for ExportFolder {
     fn drop(&mut self) {
-        if !self.committed {
-            let _ = fs::remove_dir_all(&self.temporary);
-        }
+        // Nothing is there after a commit of the whole folder.
+        let _ = fs::remove_dir_all(&self.temporary);
     }
 }
 
@@ -157,5 +163,33 @@ mod tests {
         folder.commit().unwrap();
         assert!(!target.join("a").exists() && target.join("b").exists());
         assert_eq!(fs::read_dir(root.path()).unwrap().count(), 1);
+    }
+
+    #[test]
+    fn a_part_replaces_the_folder_and_nothing_else_is_left() {
+        let root = tempfile::tempdir().unwrap();
+        let target = root.path().join("out");
+        fs::create_dir(&target).unwrap();
+        fs::write(target.join("before"), b"1").unwrap();
+        // A killed process left this.
+        fs::create_dir_all(root.path().join(".out.tmp/part")).unwrap();
+        let folder = ExportFolder::create(&target, true).unwrap();
+        let part = folder.path().join("part");
+        fs::create_dir(&part).unwrap();
+        fs::write(part.join("after"), b"2").unwrap();
+        assert!(target.join("before").exists());
+        assert_eq!(folder.commit_part(&part).unwrap().len(), 1);
+        assert!(!target.join("before").exists() && target.join("after").exists());
+        assert_eq!(fs::read_dir(root.path()).unwrap().count(), 1);
+    }
+
+    #[test]
+    fn a_file_is_not_replaced() {
+        let root = tempfile::tempdir().unwrap();
+        let target = root.path().join("out");
+        fs::write(&target, b"1").unwrap();
+        let refused = ExportFolder::create(&target, true).err().unwrap();
+        assert!(matches!(refused, ExportError::NotAFolder(_)) && refused.is_usage(), "{refused}");
+        assert!(refused.hint().is_some() && target.exists());
     }
 }

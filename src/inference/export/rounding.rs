@@ -41,6 +41,8 @@ pub struct RoundedWeights {
     /// Safetensors under the names of the parameters.
     pub file: tempfile::TempPath,
     pub scales: BlockScales,
+    /// Bad records among the samples, which were left out.
+    pub skipped: u64,
 }
 
 /// Damping of a token table that is the output layer too: a lookup gives a row as it is, as if each input were alone.
@@ -90,7 +92,8 @@ pub fn round_matrices(
     let session = loaded?;
     round_others(&ExportSource::new(model), &mappings, &formats, &layers, &session)?;
     let mut batches: Vec<BlockInput> = Vec::new();
-    session.for_some_batches(dataset.clone(), samples, |batch| {
+    let loading = &model.job.data.loader;
+    let skipped = session.for_some_batches(dataset.clone(), samples, loading, |batch| {
         if !batch.ids.is_empty() {
             batches.push(session.block_input(batch)?);
         }
@@ -137,7 +140,7 @@ pub fn round_matrices(
             }
         }
     }
-    Ok(RoundedWeights { file: write(&session, &built.layout)?, scales })
+    Ok(RoundedWeights { file: write(&session, &built.layout)?, scales, skipped })
 }
 
 /// How an export stores a tensor.
