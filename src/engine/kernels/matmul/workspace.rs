@@ -114,8 +114,8 @@ fn slice_depth(k: usize, longest: usize) -> usize {
     k.div_ceil(k.div_ceil(longest).max(1))
 }
 
-/// The tile of the result that a kernel of `gemm` 0.19 keeps in registers, transposed as it computes it, and the longest
-/// slice of K.
+/// The tile of the result that a kernel of `gemm` 0.19 keeps in registers, transposed as it computes it, and the
+/// longest slice of K.
 struct GemmTile {
     height: usize,
     width: usize,
