@@ -41,10 +41,10 @@ fn the_parts_add_up_and_the_trace_is_nested() {
     }
     let matmul: f64 = list("kernels").iter().filter(|k| k["kernel"] == "matmul").map(seconds).sum();
     assert!(matmul > 0.0 && kernels(None, "optimizer") > 0.0, "{}", profile["kernels"]);
-    assert!(
-        kernels(None, "optimizer") <= part("optimizer")
-            && kernels(None, "gradient norm") <= part("gradient norm")
-    );
+    for name in ["optimizer", "gradient norm"] {
+        let (inside, whole) = (kernels(None, name), part(name));
+        assert!(inside <= whole * (1.0 + 1e-9), "{name}: {inside} of {whole}");
+    }
     assert!(list("nodes").len() >= 3 && list("nodes").iter().all(|node| node["planned_bytes"].is_u64()));
 
     let trace: Value = serde_json::from_slice(&fs::read(at.join("out/trace.json")).unwrap()).unwrap();

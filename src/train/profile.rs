@@ -205,11 +205,13 @@ pub fn profile(
     let per_update = 1.0 / updates as f64;
     let profiled: f64 = recorded.iter().map(|update| update.origin.seconds_to(&update.end)).sum();
     let timestamps: u64 = recorded.iter().map(|update| update.origin.timestamps_to(&update.end)).sum();
-    let overhead = (profiled - unprofiled).max(0.0);
+    let timestamp_s = (profiled - unprofiled).max(0.0) / timestamps as f64;
+    let timestamp_s = if setup.gpu.is_some() { timestamp_s } else { timestamp_s.min(max_timestamp_s()) };
+    let overhead = timestamp_s * timestamps as f64;
     let (mut parts, mut spans, mut seconds) = (Vec::new(), Spans::default(), 0.0);
     // On the time axis of the profile, each update begins where the one before ends.
     for update in recorded {
-        let axis = update.time_axis(overhead / timestamps as f64);
+        let axis = update.time_axis(timestamp_s);
         let mut from = 0.0;
         parts.extend(update.ends.iter().map(|(part, end)| {
             let start_s = seconds + from;
@@ -246,6 +248,21 @@ pub fn profile(
 /// Updates before the measured ones: algorithms are chosen and memory is mapped in the first, and graphs are captured
 /// in the third.
 const WARM_UPS: u64 = 3;
+
+/// Seconds that a timestamp and its record take on the host at most: beside other work the profiled updates may be
+/// slower than the others for any reason.
+fn max_timestamp_s() -> f64 {
+    const TAKEN: usize = 64;
+    const RECORD_FACTOR: f64 = 10.0;
+    let of_one = |_| {
+        let start = Instant::now();
+        for _ in 0..TAKEN {
+            let _ = std::hint::black_box(Clock::Host.now());
+        }
+        start.elapsed().as_secs_f64() / TAKEN as f64
+    };
+    RECORD_FACTOR * (0..TAKEN).map(of_one).fold(f64::INFINITY, f64::min)
+}
 
 /// The host enqueues timestamps beside the kernels of an update.
 const PROFILED_HEAD_START: f64 = 2.0;
