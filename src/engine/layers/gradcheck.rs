@@ -23,6 +23,11 @@ pub fn is_reference_under_test() -> bool {
     std::env::var("TRAINER_TEST_BACKEND").is_ok_and(|backend| backend == "reference")
 }
 
+/// Whether this process runs the tests of layers for their costs alone.
+fn measures_costs_only() -> bool {
+    std::env::var_os(MEASURE_COSTS).is_some()
+}
+
 /// A layer on the backend under test. Its passes run within the scope.
 fn on_test_backend(layer: Box<dyn Layer>, registry: &ParamRegistry) -> (Box<dyn Layer>, ReferenceScope) {
     let reference = is_reference_under_test();
@@ -184,6 +189,9 @@ pub fn assert_gradient(what: &str, gradient: &Tensor, expected: Vec<(usize, f64)
 
 /// Checks the gradients of every parameter, and of the input if it is f64, against finite differences in f64.
 pub fn check_finite_differences(build: &dyn Fn(&mut ParamRegistry) -> Box<dyn Layer>, x: &Tensor) {
+    if measures_costs_only() {
+        return;
+    }
     let mut registry = ParamRegistry::default();
     let layer = build(&mut registry);
     let (layer, _scope) = on_test_backend(layer, &registry);
@@ -223,6 +231,9 @@ pub fn check_against_autograd(
     x: &Tensor,
     reference: &dyn Fn(&Tensor, &[Tensor]) -> candle_core::Result<Tensor>,
 ) {
+    if measures_costs_only() {
+        return;
+    }
     let mut registry = ParamRegistry::default();
     let layer = build(&mut registry);
     let (layer, _scope) = on_test_backend(layer, &registry);
@@ -364,7 +375,7 @@ fn check_cost_of_trained(
         }
         check_cost_is_monotonic(&*layer, dtype);
     }
-    if std::env::var_os(MEASURE_COSTS).is_some() {
+    if measures_costs_only() {
         [DType::F32, DType::BF16].into_iter().for_each(|dtype| check_measured_cost(build, input, dtype));
     }
 }
@@ -472,6 +483,9 @@ pub fn check_loss_finite_differences(
     x: &Tensor,
     targets: &Tensor,
 ) {
+    if measures_costs_only() {
+        return;
+    }
     let mut registry = ParamRegistry::default();
     let loss = build(&mut registry);
     let _scope = ReferenceScope::enter(is_reference_under_test());
@@ -526,6 +540,9 @@ fn gradients(subject: &TestContext) -> impl Iterator<Item = (String, Vec<f64>)> 
 
 /// Checks a layer in bf16 against itself in f64, with equal weights and inputs: output and all gradients.
 pub fn check_bf16(build: &dyn Fn(&mut ParamRegistry) -> Box<dyn Layer>, x: &Tensor) {
+    if measures_costs_only() {
+        return;
+    }
     if is_reference_under_test() {
         return; // Candle multiplies no matrices in bf16 on the CPU.
     }
@@ -550,6 +567,9 @@ pub fn check_bf16(build: &dyn Fn(&mut ParamRegistry) -> Box<dyn Layer>, x: &Tens
 
 /// Checks a loss in bf16 against itself in f64, with equal weights and inputs: its value and all gradients.
 pub fn check_loss_bf16(build: &dyn Fn(&mut ParamRegistry) -> Box<dyn Loss>, x: &Tensor, targets: &Tensor) {
+    if measures_costs_only() {
+        return;
+    }
     if is_reference_under_test() {
         return; // Candle multiplies no matrices in bf16 on the CPU.
     }
