@@ -253,7 +253,7 @@ const WARM_UPS: u64 = 3;
 /// slower than the others for any reason.
 fn max_timestamp_s() -> f64 {
     const TAKEN: usize = 64;
-    const RECORD_FACTOR: f64 = 10.0;
+    const RECORD_FACTOR: f64 = 40.0;
     let of_one = |_| {
         let start = Instant::now();
         for _ in 0..TAKEN {
