@@ -299,8 +299,8 @@ impl Session {
         self.for_samples(dataset, samples, false, visit)
     }
 
-    /// The same for `samples` of `dataset`, or all if it has fewer, in an order of the job's seed, to calibrate on. A bad
-    /// record fails it or is left out, as `loading` says; returns how many were left out.
+    /// The same for `samples` of `dataset`, or all if it has fewer, in an order of the job's seed, to calibrate on. A
+    /// bad record fails it or is left out, as `loading` says; returns how many were left out.
     pub fn for_some_batches(
         &self,
         dataset: Arc<dyn Dataset>,

@@ -65,8 +65,8 @@ pub struct TrainConfig {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub clip_norm: Option<f64>,
     /// Initialize the weights by name from this run, checkpoint, safetensors file, or folder of shards with their
-    /// index, in any float type; randomly if absent. Of a run it is the best checkpoint, and of a checkpoint, which must
-    /// be intact, the moving average of the weights if it has one.
+    /// index, in any float type; randomly if absent. Of a run it is the best checkpoint, and of a checkpoint, which
+    /// must be intact, the moving average of the weights if it has one.
     #[schemars(extend("format" = "path"))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub init: Option<PathBuf>,

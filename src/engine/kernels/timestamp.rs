@@ -1,6 +1,6 @@
-//! Timestamps of a profile. On the CPU a timestamp is a reading of the host's clock; on a GPU it is an event in the compute
-//! stream, which the GPU timestamps when it gets there. Taking one never waits; the interval between two waits for
-//! both.
+//! Timestamps of a profile. On the CPU a timestamp is a reading of the host's clock; on a GPU it is an event in the
+//! compute stream, whose time the GPU records when it gets there. Taking one never waits; the interval between two
+//! waits for both.
 //!
 //! Taking a timestamp takes time itself: a [`TimeAxis`] takes that out again.
 
