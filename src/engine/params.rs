@@ -348,6 +348,17 @@ impl FlatLayout {
         Self { specs, offsets, pruned, quantized, buffer_order, len, trained_len, groups }
     }
 
+    /// Without the initial values that a test replaces: drawing them would take most of its time.
+    #[cfg(any(test, feature = "testing"))]
+    pub fn with_trained_at_zero(mut self) -> Self {
+        let trained = self.offsets.iter().map(|&offset| offset < self.trained_len);
+        let specs = self.specs.iter_mut().zip(trained);
+        specs
+            .filter(|(_, is_trained)| *is_trained)
+            .for_each(|(spec, _)| spec.init = ParamInit::Constant(0.0));
+        self
+    }
+
     /// Specs and ranges in buffer order.
     pub fn iter(&self) -> impl Iterator<Item = (&TensorSpec, Range<usize>)> {
         self.buffer_order

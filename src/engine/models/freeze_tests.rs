@@ -17,7 +17,7 @@ use crate::layers::gradcheck::{
 };
 use crate::memory::Ledger;
 use crate::param_store::ParamStore;
-use crate::params::ParamRules;
+use crate::params::{ParamLayout, ParamRules};
 
 fn model(text: &str, input: Input, freeze: &[String]) -> BuiltModel {
     let train: TrainConfig = toml::from_str(&format!("epochs = 1\nfreeze = {freeze:?}")).unwrap();
@@ -27,7 +27,8 @@ fn model(text: &str, input: Input, freeze: &[String]) -> BuiltModel {
 }
 
 /// Values of each parameter that depend on its name alone, and running statistics away from 0 and 1.
-fn subject(layout: crate::params::ParamLayout, dtype: DType) -> TestContext {
+fn subject(layout: ParamLayout, dtype: DType) -> TestContext {
+    let layout = ParamLayout { params: layout.params.with_trained_at_zero(), ..layout };
     let store = ParamStore::new(layout, 7, dtype, &test_device()).unwrap();
     for ((spec, _), view) in store.layout.params.in_declaration_order().zip(store.weight_views()) {
         let noise = random_tensor(&[spec.len()], stream_id(&spec.name)).affine(0.4, 0.1).unwrap();

@@ -17,7 +17,8 @@ use crate::params::{Int8Layout, ParamId, ParamRules};
 
 #[test]
 fn networks_of_8_bit_integers_compute_with_the_rounded_weights_and_are_planned() {
-    for (text, input) in &models() {
+    // Without the largest, of 25 million weights: its layers are those of others.
+    for (text, input) in models().iter().filter(|(text, _)| !text.contains("depth = 50")) {
         for (dtype, reference) in [(DType::F32, false), (DType::BF16, false), (DType::F32, true)] {
             let (model, loss) = (toml::from_str(text).unwrap(), LossOptions::default());
             let built = build_with(&model, &input.features(), &loss, &ParamRules::default()).unwrap();

@@ -3,18 +3,19 @@
 //! with `TRAINER_TEST_DEVICE=cuda` to the CUDA kernels, and with `TRAINER_TEST_BACKEND=reference` to the reference
 //! backend.
 
-use candle_core::{DType, Device, Storage, Tensor, Var};
+mod cost;
 
+use candle_core::{DType, Device, Tensor, Var};
+
+pub use self::cost::check_cost;
 use super::loss::{Loss, PendingMetricSums};
 use super::reference::ReferenceLayer;
 use super::{Layer, Mode, PassContext};
 use crate::base::random::{RngKey, stream_id};
 use crate::base::{Backend, HOPPER, MicroBatchSpec};
-use crate::kernels::dispatch::{Dispatch, dispatch};
 use crate::kernels::reference::ReferenceScope;
 use crate::kernels::update::cast_into;
 use crate::kernels::{host, int8_weight};
-use crate::memory::measure;
 use crate::param_store::ParamStore;
 use crate::params::{ParamLayout, ParamRegistry, ParamRules};
 
@@ -22,6 +23,9 @@ use crate::params::{ParamLayout, ParamRegistry, ParamRules};
 pub fn is_reference_under_test() -> bool {
     std::env::var("TRAINER_TEST_BACKEND").is_ok_and(|backend| backend == "reference")
 }
+
+/// Set in the process that runs the tests of layers one by one, so that the allocator counts for one layer alone.
+const MEASURE_COSTS: &str = "TRAINER_TEST_MEASURE_COSTS";
 
 /// Whether this process runs the tests of layers for their costs alone.
 fn measures_costs_only() -> bool {
@@ -60,12 +64,17 @@ pub fn test_device() -> Device {
 
 /// Values in [-1, 1) away from 0, where clamp activations have a kink.
 pub fn random_tensor(shape: &[usize], key: u64) -> Tensor {
+    // A prime, so that the rows of a large tensor differ: drawing them all would take most of a test's time.
+    const DRAWN: usize = 65_521;
     let r = RngKey::new(key, stream_id("check"));
-    let values = (0..shape.iter().product::<usize>()).map(|i| {
+    let len = shape.iter().product::<usize>();
+    let drawn = (0..len.min(DRAWN)).map(|i| {
         let v = 2.0 * r.f64(i as u64) - 1.0;
         v + 0.02f64.copysign(v)
     });
-    Tensor::from_vec(values.collect::<Vec<f64>>(), shape, &test_device()).unwrap()
+    let mut values = drawn.collect::<Vec<f64>>().repeat(len.div_ceil(DRAWN));
+    values.truncate(len);
+    Tensor::from_vec(values, shape, &test_device()).unwrap()
 }
 
 pub fn test_spec(batch: usize, dtype: DType) -> MicroBatchSpec {
@@ -89,6 +98,7 @@ impl TestContext {
     }
 
     pub fn with_layout(layout: ParamLayout, dtype: DType, batch: usize) -> Self {
+        let layout = ParamLayout { params: layout.params.with_trained_at_zero(), ..layout };
         let store = ParamStore::new(layout, 7, dtype, &test_device()).unwrap();
         if store.layout.params.trained_len > 0 {
             let noise = random_tensor(&[store.layout.params.len], 11).affine(0.5, 0.1).unwrap();
@@ -271,210 +281,11 @@ pub fn check_against_autograd(
     }
 }
 
-/// Address and size of the memory behind a tensor.
-fn storage_span(t: &Tensor) -> (usize, u64) {
-    let (storage, _) = t.storage_and_layout();
-    match &*storage {
-        Storage::Cpu(cpu) => {
-            macro_rules! of {
-                ($($variant:ident),*) => {
-                    match cpu {
-                        $(candle_core::CpuStorage::$variant(v) => {
-                            (v.as_ptr() as usize, size_of_val(v.as_slice()) as u64)
-                        })*
-                        _ => panic!("an unexpected type"),
-                    }
-                };
-            }
-            of!(F32, F64, BF16, F16, U8, U32)
-        }
-        #[cfg(feature = "cuda")]
-        Storage::Cuda(cuda) => {
-            use candle_core::cuda_backend::CudaStorageSlice;
-            use candle_core::cuda_backend::cudarc::driver::DevicePtr;
-            macro_rules! of {
-                ($($variant:ident),*) => {
-                    match &cuda.slice {
-                        $(CudaStorageSlice::$variant(v) => {
-                            (v.device_ptr(v.stream()).0 as usize, v.num_bytes() as u64)
-                        })*
-                        _ => panic!("an unexpected type"),
-                    }
-                };
-            }
-            of!(F32, F64, BF16, F16, U8, U32, I64)
-        }
-        _ => panic!("a device without tests"),
-    }
-}
-
 /// A registry in which the parameters that match one of these patterns are frozen.
 pub fn frozen_registry(patterns: &[&str]) -> ParamRegistry {
     let train: crate::job::TrainConfig =
         toml::from_str(&format!("epochs = 1\nfreeze = {patterns:?}")).unwrap();
     ParamRegistry::with_rules(ParamRules::new(&train))
-}
-
-/// Checks that `cost` matches exactly what `forward` holds, at three batch sizes and in three types, with all
-/// parameters trained and with some or all of them frozen.
-pub fn check_cost(build: &dyn Fn(&mut ParamRegistry) -> Box<dyn Layer>, input: &dyn Fn(usize) -> Tensor) {
-    check_cost_of_trained(build, input);
-    for frozen in ["*", "*.weight", "*.bias"] {
-        let build = |registry: &mut ParamRegistry| {
-            *registry = frozen_registry(&[frozen]);
-            build(registry)
-        };
-        check_cost_of_trained(&build, input);
-    }
-}
-
-fn check_cost_of_trained(
-    build: &dyn Fn(&mut ParamRegistry) -> Box<dyn Layer>,
-    input: &dyn Fn(usize) -> Tensor,
-) {
-    for (batch, dtype) in
-        [(1, DType::F32), (3, DType::F32), (8, DType::F32), (3, DType::BF16), (3, DType::F64)]
-    {
-        if dtype == DType::BF16 && is_reference_under_test() {
-            continue; // As in `check_bf16`.
-        }
-        let mut registry = ParamRegistry::default();
-        let layer = build(&mut registry);
-        let (layer, _scope) = on_test_backend(layer, &registry);
-        let subject = TestContext::new(registry, dtype, batch);
-        let x = input(batch);
-        let differentiable = x.dtype() == DType::F64;
-        let x = if differentiable { x.to_dtype(dtype).unwrap().copy().unwrap() } else { x };
-        let spec = test_spec(batch, dtype);
-        let cost = layer.cost(spec);
-        let (y, saved) = layer.forward(&x, &subject.pass(Mode::Train)).unwrap();
-        let ((x_ptr, x_bytes), (y_ptr, y_bytes)) = (storage_span(&x), storage_span(&y));
-        let (name, mut counted, mut extra) = (layer.name(), Vec::new(), 0);
-        let (mut kept_x, mut kept_y) = (false, false);
-        for (ptr, bytes) in saved.0.iter().map(storage_span) {
-            kept_x |= ptr == x_ptr;
-            kept_y |= ptr == y_ptr && ptr != x_ptr;
-            if ptr != x_ptr && ptr != y_ptr && !counted.contains(&ptr) {
-                counted.push(ptr);
-                extra += bytes;
-            }
-        }
-        assert_eq!(
-            cost.saved, extra,
-            "{name}: bytes saved beside input and output, batch {batch}, {dtype:?}"
-        );
-        assert_eq!(cost.saves_input, kept_x, "{name}: saves its input");
-        if cost.saves_input {
-            assert_eq!(storage_span(&saved.0[0]).0, x_ptr, "{name}: the input is the first it saves");
-        }
-        assert_eq!(cost.saves_output, kept_y, "{name}: saves its output");
-        assert_eq!(cost.output_is_view, x_ptr == y_ptr, "{name}: output is a view");
-        assert_eq!(cost.output, if cost.output_is_view { 0 } else { y_bytes }, "{name}: output bytes");
-        if differentiable && !cost.output_is_view {
-            assert_eq!(cost.input_grad, x_bytes, "{name}: bytes of the input's gradient");
-        }
-        check_cost_is_monotonic(&*layer, dtype);
-    }
-    if measures_costs_only() {
-        [DType::F32, DType::BF16].into_iter().for_each(|dtype| check_measured_cost(build, input, dtype));
-    }
-}
-
-/// Set in the process that runs the tests of layers one by one, so that the allocator counts for one layer alone.
-pub const MEASURE_COSTS: &str = "TRAINER_TEST_MEASURE_COSTS";
-
-/// Compares the cost of a large micro-batch with what the allocator counts while the passes run.
-fn check_measured_cost(
-    build: &dyn Fn(&mut ParamRegistry) -> Box<dyn Layer>,
-    input: &dyn Fn(usize) -> Tensor,
-    dtype: DType,
-) {
-    /// Tensors without their values, lists of tasks.
-    const SMALL_OBJECTS: u64 = 8 << 10;
-    const BATCH: usize = 96;
-    const MEASUREMENTS: usize = 5;
-    let mut registry = ParamRegistry::default();
-    let layer = build(&mut registry);
-    let (layer, _scope) = on_test_backend(layer, &registry);
-    let subject = TestContext::new(registry, dtype, BATCH);
-    let (x, pass) = (input(BATCH), subject.pass(Mode::Train));
-    let differentiable = x.dtype() == DType::F64;
-    let x = if differentiable { x.to_dtype(dtype).unwrap().copy().unwrap() } else { x };
-    let spec = test_spec(BATCH, dtype);
-    let cost = layer.cost(spec);
-    // The first pass allocates what is kept for the next ones, such as the buffers of threads.
-    let (y, saved) = layer.forward(&x, &pass).unwrap();
-    let dy = random_tensor(y.dims(), 17).to_dtype(dtype).unwrap();
-    layer.backward(saved, dy.copy().unwrap(), &pass, differentiable).unwrap();
-    drop(y);
-    let peak_of = |work: &mut dyn FnMut()| {
-        measure::take_recent_peak();
-        let before = measure::live_bytes();
-        work();
-        measure::take_recent_peak().saturating_sub(before)
-    };
-    // A pass allocates the same every time; what the test runner and the thread pool allocate now and then is not in
-    // the smallest of the measurements.
-    let (mut forward, mut backward) = (u64::MAX, u64::MAX);
-    for _ in 0..MEASUREMENTS {
-        let mut outcome = None;
-        forward = forward.min(peak_of(&mut || outcome = Some(layer.forward(&x, &pass).unwrap())));
-        let (y, saved) = outcome.unwrap();
-        drop(y);
-        let (mut saved, mut dy) = (Some(saved), Some(dy.copy().unwrap()));
-        backward = backward.min(peak_of(&mut || {
-            layer.backward(saved.take().unwrap(), dy.take().unwrap(), &pass, differentiable).unwrap();
-        }));
-    }
-    let per_thread = {
-        let on = |threads| layer.cost(MicroBatchSpec { backend: Backend::Cpu { threads }, ..spec });
-        on(1) != on(64) || spec.backend.is_reference()
-    };
-    let stated = [
-        ("forward", cost.output + cost.saved + cost.forward_workspace, forward),
-        (
-            "backward",
-            if differentiable { cost.input_grad } else { 0 } + cost.workspace_of_backward(differentiable),
-            backward,
-        ),
-    ];
-    for (what, stated, measured) in stated {
-        let name = layer.name();
-        println!("cost {name} {what} {dtype:?} {stated} {measured}");
-        // Not every thread takes part in every pass, and GEMMs convert no more than they must: bounds, both. The
-        // partial sums of channels are bounded for any batch.
-        // Whether the `gemm` crate packs an operand depends on its strides, too.
-        let is_bound = per_thread || dtype != DType::F32 || dispatch() != Dispatch::Amx;
-        let is_above = measured > stated + SMALL_OBJECTS;
-        let is_close = !is_above && (is_bound || stated <= measured + measured / 5 + SMALL_OBJECTS);
-        assert!(is_close, "{name}: {what} takes {measured} bytes, and `cost` states {stated}; {dtype:?}");
-    }
-}
-
-/// The plan assumes full micro-batches, and the last one of an epoch may be smaller: it must not need more memory.
-fn check_cost_is_monotonic(layer: &dyn Layer, dtype: DType) {
-    // The threads' work lists may be longer if the batch divides unevenly.
-    const WORK_LIST_SLACK: u64 = 4096;
-    let cpu = [1, 2, 3, 4, 7, 16].map(|threads| Backend::Cpu { threads });
-    let gpu = [(8, 0), HOPPER].map(|capability| Backend::Cuda { capability });
-    for backend in cpu.into_iter().chain(gpu) {
-        let mut max_bytes = [0, 0];
-        for batch in 1..=40 {
-            let cost = layer.cost(MicroBatchSpec { batch, dtype, backend });
-            let held = cost.output + cost.saved;
-            for (max_so_far, (phase, bytes)) in max_bytes.iter_mut().zip([
-                ("forward", held + cost.forward_workspace),
-                ("backward", held + cost.input_grad + cost.workspace_of_backward(true)),
-            ]) {
-                let name = layer.name();
-                assert!(
-                    bytes + WORK_LIST_SLACK >= *max_so_far,
-                    "{name}: {phase}: {bytes} bytes for {batch} samples, {max_so_far} for fewer; {dtype:?}, {backend:?}"
-                );
-                *max_so_far = bytes.max(*max_so_far);
-            }
-        }
-    }
 }
 
 /// Checks the gradients of a loss against finite differences in f64.
@@ -588,23 +399,4 @@ pub fn check_loss_bf16(build: &dyn Fn(&mut ParamRegistry) -> Box<dyn Loss>, x: &
         results
     };
     assert_within_bf16_tolerance("loss", run(DType::BF16), run(DType::F64));
-}
-
-/// `cost` against the allocator: runs the tests of all layers again, one by one, in a process of their own.
-#[test]
-fn costs_are_what_the_allocator_counts() {
-    if std::env::var_os("TRAINER_CPU_DISPATCH").is_some()
-        || is_reference_under_test()
-        || test_device().is_cuda()
-    {
-        // The buffers that other GEMMs keep per thread are planned apart, candle's are only bounded, and the trials of
-        // random jobs compare those of a GPU with its memory pool.
-        return;
-    }
-    let mut child = std::process::Command::new(std::env::current_exe().unwrap());
-    let child = child.args(["layers::", "--test-threads=1", "--nocapture", "--skip=costs_are_what"]);
-    let done = child.env(MEASURE_COSTS, "1").output().unwrap();
-    let said = String::from_utf8_lossy(&done.stdout);
-    assert!(done.status.success(), "{said}\n{}", String::from_utf8_lossy(&done.stderr));
-    assert!(said.matches("cost ").count() > 100, "too few layers were measured:\n{said}");
 }
