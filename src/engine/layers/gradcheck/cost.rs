@@ -4,8 +4,8 @@ use candle_core::{DType, Storage, Tensor};
 
 use super::super::{Layer, Mode};
 use super::{
-    MEASURE_COSTS, TestContext, frozen_registry, is_reference_under_test, measures_costs_only,
-    on_test_backend, random_tensor, test_device, test_spec,
+    TestContext, frozen_registry, is_reference_under_test, measures_costs_only, on_test_backend,
+    random_tensor, test_spec,
 };
 use crate::base::{Backend, HOPPER, MicroBatchSpec};
 use crate::kernels::dispatch::{Dispatch, dispatch};
@@ -211,23 +211,4 @@ fn check_cost_is_monotonic(layer: &dyn Layer, dtype: DType) {
             }
         }
     }
-}
-
-/// `cost` against the allocator: runs the tests of all layers again, one by one, in a process of their own.
-#[test]
-fn costs_are_what_the_allocator_counts() {
-    if std::env::var_os("TRAINER_CPU_DISPATCH").is_some()
-        || is_reference_under_test()
-        || test_device().is_cuda()
-    {
-        // The buffers that other GEMMs keep per thread are planned apart, candle's are only bounded, and the trials of
-        // random jobs compare those of a GPU with its memory pool.
-        return;
-    }
-    let mut child = std::process::Command::new(std::env::current_exe().unwrap());
-    let child = child.args(["layers::", "--test-threads=1", "--nocapture", "--skip=costs_are_what"]);
-    let done = child.env(MEASURE_COSTS, "1").output().unwrap();
-    let said = String::from_utf8_lossy(&done.stdout);
-    assert!(done.status.success(), "{said}\n{}", String::from_utf8_lossy(&done.stderr));
-    assert!(said.matches("cost ").count() > 100, "too few layers were measured:\n{said}");
 }

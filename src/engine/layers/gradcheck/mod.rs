@@ -400,3 +400,22 @@ pub fn check_loss_bf16(build: &dyn Fn(&mut ParamRegistry) -> Box<dyn Loss>, x: &
     };
     assert_within_bf16_tolerance("loss", run(DType::BF16), run(DType::F64));
 }
+
+/// `cost` against the allocator: runs the tests of all layers again, one by one, in a process of their own.
+#[test]
+fn costs_are_what_the_allocator_counts() {
+    if std::env::var_os("TRAINER_CPU_DISPATCH").is_some()
+        || is_reference_under_test()
+        || test_device().is_cuda()
+    {
+        // The buffers that other GEMMs keep per thread are planned apart, candle's are only bounded, and the trials of
+        // random jobs compare those of a GPU with its memory pool.
+        return;
+    }
+    let mut child = std::process::Command::new(std::env::current_exe().unwrap());
+    let child = child.args(["layers::", "--test-threads=1", "--nocapture", "--skip=costs_are_what"]);
+    let done = child.env(MEASURE_COSTS, "1").output().unwrap();
+    let said = String::from_utf8_lossy(&done.stdout);
+    assert!(done.status.success(), "{said}\n{}", String::from_utf8_lossy(&done.stderr));
+    assert!(said.matches("cost ").count() > 100, "too few layers were measured:\n{said}");
+}
