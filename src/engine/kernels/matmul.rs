@@ -1,5 +1,5 @@
-//! GEMMs on plain slices: by the `gemm` crate (`gemm_crate`), by an AVX-512 kernel for small ones, by AMX, and for a
-//! few rows by a kernel that streams the other operand (`gemv`).
+//! GEMMs on plain slices: by the `gemm` crate (`gemm_crate`), by AVX-512 kernels for small ones and for half types, by AMX,
+//! and for a few rows by a kernel that streams the other operand (`gemv`).
 
 #[cfg(target_arch = "x86_64")]
 mod amx;
@@ -7,6 +7,8 @@ mod amx;
 mod amx_tiles;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
+#[cfg(target_arch = "x86_64")]
+mod avx512_half;
 #[cfg(target_arch = "x86_64")]
 mod bf16_split;
 pub(super) mod gemm_crate;
@@ -223,7 +225,10 @@ pub fn gemm<T: Elem>(
     if threading == Threading::Parallel && gemv::supports(&a, &b) {
         return gemv::gemv(out, stride, a, b, accumulate, CpuEpilogue::NONE);
     }
-    if threading == Threading::Parallel && try_amx::<T, T::Acc>(out, stride, a, b, accumulate, None) {
+    if threading == Threading::Parallel
+        && (try_amx::<T, T::Acc>(out, stride, a, b, accumulate, None)
+            || try_widening::<T, T::Acc>(out, stride, a, b, accumulate, None))
+    {
         return;
     }
     let (a_data, depth) = (T::to_acc_slice(a.data, threading), converted_depth(T::DTYPE, (k, n), threading));
@@ -287,6 +292,48 @@ fn multiply<R: Real>(
             }
         }
     }
+}
+
+/// Whether a GEMM of this type on all threads widens its operands block by block.
+fn widens_blocks(dtype: DType) -> bool {
+    dispatch() == Dispatch::Avx512 && matches!(dtype, DType::BF16 | DType::F16)
+}
+
+/// Whether a parallel GEMM of this type converts whole operands, and the gaps between their rows.
+pub fn converts_operands(dtype: DType) -> bool {
+    !is_native_dtype(dtype) && !widens_blocks(dtype)
+}
+
+/// Runs a GEMM of a half type and its epilogue by blocks, if that can store the result; returns whether it did. The
+/// caller has checked the sizes, and does not accumulate into a half-precision output.
+fn try_widening<T: Elem, O: Elem>(
+    out: &mut [O],
+    stride: usize,
+    a: MatView<T>,
+    b: MatView<T>,
+    accumulate: bool,
+    epilogue: Option<CpuEpilogue<O>>,
+) -> bool {
+    #[cfg(target_arch = "x86_64")]
+    if widens_blocks(T::DTYPE) && a.cols > 0 && (O::DTYPE != T::DTYPE || avx512_half::rounds(a.cols)) {
+        let handled = with_amx_elem!(T::DTYPE, E => match (a.downcast::<E>(), b.downcast::<E>()) {
+            (Some(a), Some(b)) => {
+                // SAFETY: the dispatch has AVX-512, and the caller has checked every size.
+                unsafe {
+                    if let Some(out) = downcast_slice_mut::<O, E>(out) {
+                        avx512_half::gemm(out, stride, a, b, accumulate, epilogue.and_then(CpuEpilogue::downcast::<E>))
+                    } else if let Some(out) = downcast_slice_mut::<O, f32>(out) {
+                        avx512_half::gemm(out, stride, a, b, accumulate, epilogue.and_then(CpuEpilogue::downcast::<f32>))
+                    }
+                }
+                Some(())
+            }
+            _ => None,
+        });
+        return handled.is_some();
+    }
+    let _ = (out, stride, a, b, accumulate, epilogue);
+    false
 }
 
 /// Runs a GEMM and its epilogue on AMX if that is faster; returns whether it did. The caller has checked the sizes, and
@@ -466,7 +513,11 @@ fn matmul_maybe_fused<T: Elem>(
         gemv::gemv(out, n, a, b, false, epilogue.unwrap_or(CpuEpilogue::NONE));
         return true;
     }
-    if threading == Threading::Parallel && !out.is_empty() && try_amx::<T, T>(out, n, a, b, false, epilogue) {
+    if threading == Threading::Parallel
+        && !out.is_empty()
+        && (try_amx::<T, T>(out, n, a, b, false, epilogue)
+            || try_widening::<T, T>(out, n, a, b, false, epilogue))
+    {
         return true;
     }
     match T::as_acc_mut(out) {
@@ -502,7 +553,7 @@ mod tests {
         (0..count).map(|i| T::from_acc(RngKey::new(3, stream).normal(i as u64) as f32)).collect()
     }
 
-    /// Products whose `b` is converted a slice of K at a time, in both layouts, against those of converted operands.
+    /// Products whose operands are converted block by block, in both layouts, against those of converted operands.
     fn check<T: Elem<Acc = f32>>((m, k, n): (usize, usize, usize), transposed: bool, ulp: f32) {
         let (a, b) = (values::<T>(m * k, 1), values::<T>(k * n, 2));
         let converted = |values: &[T]| values.iter().map(|v| v.to_acc()).collect::<Vec<f32>>();
@@ -532,9 +583,9 @@ mod tests {
     }
 
     #[test]
-    fn slices_of_k_are_converted_one_by_one() {
+    fn operands_are_converted_block_by_block() {
         for size in
-            [(5, 2100, 700), (37, 40, 20_011), (20, 5000, 257), (3, 1025, 513), (9, 300, 64), (4, 1, 3)]
+            [(5, 2100, 700), (37, 40, 20_011), (500, 5000, 257), (3, 1025, 513), (9, 300, 64), (4, 1, 3)]
         {
             for transposed in [false, true] {
                 check::<bf16>(size, transposed, 0.008);

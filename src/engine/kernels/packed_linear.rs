@@ -6,7 +6,9 @@ mod gpu;
 use candle_core::{DType, Result, Tensor};
 
 use super::linear::{column_sums, join_backward};
-use super::matmul::{MatView, Threading, Transposed, gemm, gemm_workspace, is_native_dtype, round};
+use super::matmul::{
+    MatView, Threading, Transposed, converts_operands, gemm, gemm_workspace, is_native_dtype, round,
+};
 use super::{Elem, Real, cpu, reference};
 use crate::{vectorised, with_elem};
 
@@ -172,7 +174,7 @@ pub fn workspace(dtype: DType, rows: usize, k: usize, widths: &[usize], trained:
     let acc_copy = |values: usize| if dtype.size_in_bytes() == acc { 0 } else { (values * acc) as u64 };
     // Converting one map's columns of `dy` also converts the columns between them.
     let columns: usize = widths.iter().sum();
-    let gaps = if is_native_dtype(dtype) { 0 } else { acc_copy(rows * columns) };
+    let gaps = if converts_operands(dtype) { acc_copy(rows * columns) } else { 0 };
     let largest = |packed: &dyn Fn(usize) -> u64| widths.iter().map(|n| packed(*n)).max().unwrap_or(0);
     let output = largest(&|n| gemm_workspace(dtype, (rows, k, n), Transposed::B, Threading::Parallel));
     let input = largest(&|n| gemm_workspace(dtype, (rows, n, k), Transposed::NONE, Threading::Parallel))

@@ -10,11 +10,11 @@ use super::MatView;
 use crate::kernels::cpu::parallel_for;
 
 /// f32 lanes of a vector.
-const LANES: usize = 16;
+pub(super) const LANES: usize = 16;
 /// Vectors per row of the widest panel.
-const PANEL_VECTORS: usize = 4;
+pub(super) const PANEL_VECTORS: usize = 4;
 /// Largest K of a panel: with 64 columns it takes 64 KiB.
-const PANEL_K: usize = 256;
+pub(super) const PANEL_K: usize = 256;
 /// Multiplications above which the `gemm` crate is at least as fast.
 const MAX_MULTIPLIES: usize = 1 << 26;
 
@@ -151,12 +151,7 @@ unsafe fn gemm_panels(
                     last_mask: lane_mask(cols - (last - first - 1) * LANES),
                     accumulate: accumulate || d > 0,
                 };
-                match last - first {
-                    4 => gemm.with_const_strides::<6, 4>(o.a_row, o.a_col),
-                    3 => gemm.with_const_strides::<8, 3>(o.a_row, o.a_col),
-                    2 => gemm.with_const_strides::<12, 2>(o.a_row, o.a_col),
-                    _ => gemm.with_const_strides::<16, 1>(o.a_row, o.a_col),
-                }
+                gemm.run(last - first, o.a_row, o.a_col);
             }
         }
     }
@@ -231,19 +226,37 @@ pub(super) fn transpose_16x16(rows: [__m512; LANES]) -> [__m512; LANES] {
 }
 
 /// All rows of the result in the columns of one panel.
-struct PanelGemm {
-    rows: usize,
-    k: usize,
-    a: *const f32,
-    packed: *const f32,
-    out: *mut f32,
-    stride: usize,
+pub(super) struct PanelGemm {
+    pub(super) rows: usize,
+    pub(super) k: usize,
+    pub(super) a: *const f32,
+    /// Aligned to vectors.
+    pub(super) packed: *const f32,
+    pub(super) out: *mut f32,
+    pub(super) stride: usize,
     /// Mask of the last vector's columns.
-    last_mask: __mmask16,
-    accumulate: bool,
+    pub(super) last_mask: __mmask16,
+    pub(super) accumulate: bool,
 }
 
 impl PanelGemm {
+    /// Computes the columns of a panel of `vectors` vectors; value (i, p) of `a` is at `i * row + p * col`.
+    ///
+    /// # Safety
+    /// The CPU has AVX-512 (F), and the operands and the result have the rows, the columns and the values of K.
+    #[target_feature(enable = "avx512f")]
+    pub(super) unsafe fn run(&self, vectors: usize, row: usize, col: usize) {
+        // SAFETY: the caller upholds the same contract.
+        unsafe {
+            match vectors {
+                4 => self.with_const_strides::<6, 4>(row, col),
+                3 => self.with_const_strides::<8, 3>(row, col),
+                2 => self.with_const_strides::<12, 2>(row, col),
+                _ => self.with_const_strides::<16, 1>(row, col),
+            }
+        }
+    }
+
     /// Makes a unit stride of `a`, if it has one, a constant, so that addresses are cheap to compute.
     #[target_feature(enable = "avx512f")]
     unsafe fn with_const_strides<const ROWS: usize, const VECTORS: usize>(&self, row: usize, col: usize) {

@@ -7,7 +7,7 @@ use candle_core::DType;
 
 use super::{Threading, gemv, uses_avx512};
 #[cfg(target_arch = "x86_64")]
-use super::{amx, avx512, with_amx_elem};
+use super::{amx, avx512, avx512_half, widens_blocks, with_amx_elem};
 use crate::kernels::cpu::acc_bytes;
 use crate::kernels::dispatch::{Dispatch, dispatch};
 use crate::kernels::im2col::ConvGeometry;
@@ -45,6 +45,10 @@ pub fn gemm_workspace(
         if let Some(bytes) = bytes {
             return bytes;
         }
+    }
+    #[cfg(target_arch = "x86_64")]
+    if threading == Threading::Parallel && k > 0 && widens_blocks(dtype) {
+        return avx512_half::workspace((m, k, n)) as u64;
     }
     let GemmTile { height, width, depth } = GemmTile::of(dtype);
     // Where `a` is a transpose, K runs over the samples, and a smaller batch may be cut into longer slices.
@@ -86,8 +90,12 @@ pub fn matmul_workspace(
             return bytes;
         }
     }
-    gemm_workspace(dtype, (m, k, n), transposed, threading)
-        + (acc_bytes(dtype) * converted_elements(dtype, m * n)) as u64
+    let gemm = gemm_workspace(dtype, (m, k, n), transposed, threading);
+    #[cfg(target_arch = "x86_64")]
+    if threading == Threading::Parallel && widens_blocks(dtype) && avx512_half::rounds(k) {
+        return gemm;
+    }
+    gemm + (acc_bytes(dtype) * converted_elements(dtype, m * n)) as u64
 }
 
 /// Values of `b` that are converted at a time, if it has more: they are in cache when they are multiplied.
