@@ -265,7 +265,7 @@ impl<O: AmxElem> Block<'_, O> {
     /// Computes the block in strips of rows, and in groups of panels where strips are too few for all threads.
     fn compute_all(&self, parallel: bool) {
         let (strips, panels) = (self.a.count(), self.panels.count());
-        let wanted = if parallel { 4 * threads() } else { 1 };
+        let wanted = if parallel { 16 * threads() } else { 1 };
         let groups = wanted.div_ceil(strips).min(panels);
         for_each(strips * groups, parallel, &|task| {
             let (strip, group) = (task / groups, task % groups);
