@@ -222,8 +222,7 @@ pub fn parallel_for_rows<T: Send>(out: &mut [T], width: usize, body: impl Fn(usi
     parallel_for_chunks(out, rows * width, |i, chunk| body(i * rows, chunk));
 }
 
-/// Runs `$body` with `$T` bound to the element type of `$dtype`. No job computes in f64: only tests, which differentiate
-/// in it.
+/// Runs `$body` with `$T` bound to the element type of `$dtype`.
 #[macro_export]
 macro_rules! with_elem {
     ($dtype:expr, $T:ident => $body:expr) => {
@@ -232,7 +231,6 @@ macro_rules! with_elem {
                 type $T = f32;
                 $body
             }
-            #[cfg(any(test, feature = "testing"))]
             candle_core::DType::F64 => {
                 type $T = f64;
                 $body
@@ -245,7 +243,7 @@ macro_rules! with_elem {
                 type $T = half::f16;
                 $body
             }
-            other => candle_core::bail!("kernels compute in f32, bf16 or f16, not {other:?}"),
+            other => candle_core::bail!("kernels compute in f32, f64, bf16 or f16, not {other:?}"),
         }
     };
 }
