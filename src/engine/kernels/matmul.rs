@@ -27,6 +27,8 @@ use super::kernel_timer::{self, KernelScope};
 use super::{Elem, Real};
 use crate::vectorised;
 
+#[cfg(target_arch = "x86_64")]
+use bf16_split::AmxElem;
 pub use gemv::GemvScope;
 pub(super) use gemv::{add_weighted, dot_rows};
 pub use workspace::{
@@ -225,10 +227,7 @@ pub fn gemm<T: Elem>(
     if threading == Threading::Parallel && gemv::supports(&a, &b) {
         return gemv::gemv(out, stride, a, b, accumulate, CpuEpilogue::NONE);
     }
-    if threading == Threading::Parallel
-        && (try_amx::<T, T::Acc>(out, stride, a, b, accumulate, None)
-            || try_widening::<T, T::Acc>(out, stride, a, b, accumulate, None))
-    {
+    if threading == Threading::Parallel && try_blocks::<T, T::Acc>(out, stride, a, b, accumulate, None) {
         return;
     }
     let (a_data, depth) = (T::to_acc_slice(a.data, threading), converted_depth(T::DTYPE, (k, n), threading));
@@ -304,9 +303,9 @@ pub fn converts_operands(dtype: DType) -> bool {
     !is_native_dtype(dtype) && !widens_blocks(dtype)
 }
 
-/// Runs a GEMM of a half type and its epilogue by blocks, if that can store the result; returns whether it did. The
+/// Runs a GEMM and its epilogue on AMX, or by blocks that are widened, if that is faster; returns whether it did. The
 /// caller has checked the sizes, and does not accumulate into a half-precision output.
-fn try_widening<T: Elem, O: Elem>(
+fn try_blocks<T: Elem, O: Elem>(
     out: &mut [O],
     stride: usize,
     a: MatView<T>,
@@ -315,58 +314,50 @@ fn try_widening<T: Elem, O: Elem>(
     epilogue: Option<CpuEpilogue<O>>,
 ) -> bool {
     #[cfg(target_arch = "x86_64")]
-    if widens_blocks(T::DTYPE) && a.cols > 0 && (O::DTYPE != T::DTYPE || avx512_half::rounds(a.cols)) {
+    {
         let handled = with_amx_elem!(T::DTYPE, E => match (a.downcast::<E>(), b.downcast::<E>()) {
             (Some(a), Some(b)) => {
-                // SAFETY: the dispatch has AVX-512, and the caller has checked every size.
-                unsafe {
-                    if let Some(out) = downcast_slice_mut::<O, E>(out) {
-                        avx512_half::gemm(out, stride, a, b, accumulate, epilogue.and_then(CpuEpilogue::downcast::<E>))
-                    } else if let Some(out) = downcast_slice_mut::<O, f32>(out) {
-                        avx512_half::gemm(out, stride, a, b, accumulate, epilogue.and_then(CpuEpilogue::downcast::<f32>))
-                    }
+                if let Some(out) = downcast_slice_mut::<O, E>(out) {
+                    Some(run_blocks(out, stride, a, b, accumulate, epilogue.and_then(CpuEpilogue::downcast::<E>)))
+                } else if let Some(out) = downcast_slice_mut::<O, f32>(out) {
+                    Some(run_blocks(out, stride, a, b, accumulate, epilogue.and_then(CpuEpilogue::downcast::<f32>)))
+                } else {
+                    None
                 }
-                Some(())
             }
             _ => None,
         });
-        return handled.is_some();
+        handled.unwrap_or(false)
     }
-    let _ = (out, stride, a, b, accumulate, epilogue);
-    false
+    #[cfg(not(target_arch = "x86_64"))]
+    {
+        let _ = (out, stride, a, b, accumulate, epilogue);
+        false
+    }
 }
 
-/// Runs a GEMM and its epilogue on AMX if that is faster; returns whether it did. The caller has checked the sizes, and
-/// does not accumulate into a half-precision output.
-fn try_amx<T: Elem, O: Elem>(
+/// [`try_blocks`] in the types of its operands and its result.
+#[cfg(target_arch = "x86_64")]
+fn run_blocks<E: AmxElem, O: AmxElem>(
     out: &mut [O],
     stride: usize,
-    a: MatView<T>,
-    b: MatView<T>,
+    a: MatView<E>,
+    b: MatView<E>,
     accumulate: bool,
     epilogue: Option<CpuEpilogue<O>>,
 ) -> bool {
-    #[cfg(target_arch = "x86_64")]
-    if dispatch() == Dispatch::Amx {
-        let sizes = (a.rows, a.cols, b.cols);
-        let handled = with_amx_elem!(T::DTYPE, E => match (a.downcast::<E>(), b.downcast::<E>()) {
-            (Some(a), Some(b)) if amx::supports::<E>(sizes) => {
-                // SAFETY: the dispatch is AMX, and the caller has checked every size.
-                unsafe {
-                    if let Some(out) = downcast_slice_mut::<O, E>(out) {
-                        amx::gemm(out, stride, a, b, accumulate, epilogue.and_then(CpuEpilogue::downcast::<E>))
-                    } else if let Some(out) = downcast_slice_mut::<O, f32>(out) {
-                        amx::gemm(out, stride, a, b, accumulate, epilogue.and_then(CpuEpilogue::downcast::<f32>))
-                    }
-                }
-                Some(())
-            }
-            _ => None,
-        });
-        return handled.is_some();
+    let k = a.cols;
+    // SAFETY: the dispatch has the instructions, and the caller has checked every size.
+    unsafe {
+        if amx::supports::<E>((a.rows, k, b.cols)) {
+            amx::gemm(out, stride, a, b, accumulate, epilogue);
+        } else if widens_blocks(E::DTYPE) && k > 0 && (O::DTYPE == DType::F32 || avx512_half::rounds(k)) {
+            avx512_half::gemm(out, stride, a, b, accumulate, epilogue);
+        } else {
+            return false;
+        }
     }
-    let _ = (out, stride, a, b, accumulate, epilogue);
-    false
+    true
 }
 
 /// Whether f32 GEMMs of these sizes run on the AVX-512 kernel, without packing. With AVX-512: small serial ones. With
@@ -515,8 +506,7 @@ fn matmul_maybe_fused<T: Elem>(
     }
     if threading == Threading::Parallel
         && !out.is_empty()
-        && (try_amx::<T, T>(out, n, a, b, false, epilogue)
-            || try_widening::<T, T>(out, n, a, b, false, epilogue))
+        && try_blocks::<T, T>(out, n, a, b, false, epilogue)
     {
         return true;
     }

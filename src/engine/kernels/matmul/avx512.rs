@@ -7,6 +7,7 @@
 use std::arch::x86_64::*;
 
 use super::MatView;
+use super::bf16_split::AmxElem;
 use crate::kernels::cpu::parallel_for;
 
 /// f32 lanes of a vector.
@@ -26,7 +27,7 @@ pub(super) fn supports((m, k, n): (usize, usize, usize)) -> bool {
 /// `out = a b`, or `out += a b` with `accumulate`.
 ///
 /// # Safety
-/// The CPU has AVX-512 (F), the operands lie inside their slices, and `out` has room for every (i, j) at
+/// The CPU has AVX-512 (F, BW, VL), the operands lie inside their slices, and `out` has room for every (i, j) at
 /// `i * stride + j`.
 pub(super) unsafe fn gemm(
     out: &mut [f32],
@@ -118,7 +119,7 @@ type PackedPanel = [[__m512; PANEL_VECTORS]; PANEL_K];
 /// Bytes of stack that [`gemm_panels`] takes.
 pub(super) const STACK_BYTES: usize = size_of::<PackedPanel>();
 
-#[target_feature(enable = "avx512f")]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl")]
 unsafe fn gemm_panels(
     o: Operands,
     m: usize,
@@ -140,7 +141,7 @@ unsafe fn gemm_panels(
             // SAFETY: rows `from..to` of columns `start..start + cols` lie inside `b`, and likewise for `a` and `out`.
             unsafe {
                 let b = o.b.add(from * o.b_row + start * o.b_col);
-                pack(b, o.b_row, o.b_col, to - from, cols, packed);
+                pack(b, (o.b_row, o.b_col), to - from, cols, packed);
                 let gemm = PanelGemm {
                     rows: m,
                     k: to - from,
@@ -162,16 +163,25 @@ pub(super) fn lane_mask(count: usize) -> __mmask16 {
     if count >= LANES { !0 } else { (1 << count) - 1 }
 }
 
-/// Copies `depth` rows of `cols` columns of `b`, each zero-padded to whole vectors.
-#[target_feature(enable = "avx512f")]
-unsafe fn pack(b: *const f32, row: usize, col: usize, depth: usize, cols: usize, to: *mut f32) {
+/// Copies `depth` rows of `cols` columns of `b`, in f32, each zero-padded to whole vectors.
+///
+/// # Safety
+/// The CPU has AVX-512 (F, BW, VL), one of the strides is 1, the values lie inside `b`, and `to` has room for the rows.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl")]
+pub(super) unsafe fn pack<E: AmxElem>(
+    b: *const E,
+    (row, col): (usize, usize),
+    depth: usize,
+    cols: usize,
+    to: *mut f32,
+) {
     let width = cols.next_multiple_of(LANES);
-    // SAFETY: the caller's rows and columns lie inside `b`, the panel has room for them, and masks exclude the rest.
+    // SAFETY: masks exclude what is beyond the rows and columns.
     unsafe {
         if col == 1 {
             for p in 0..depth {
                 for j in (0..width).step_by(LANES) {
-                    let values = _mm512_maskz_loadu_ps(lane_mask(cols - j), b.add(p * row + j));
+                    let values = E::load(b.add(p * row + j), lane_mask(cols - j));
                     _mm512_storeu_ps(to.add(p * width + j), values);
                 }
             }
@@ -181,7 +191,7 @@ unsafe fn pack(b: *const f32, row: usize, col: usize, depth: usize, cols: usize,
                 for j in (0..width).step_by(LANES) {
                     let mut square = [_mm512_setzero_ps(); LANES];
                     for (q, values) in square.iter_mut().enumerate().take(cols - j) {
-                        *values = _mm512_maskz_loadu_ps(lane_mask(k_lanes), b.add((j + q) * col + p * row));
+                        *values = E::load(b.add((j + q) * col + p * row), lane_mask(k_lanes));
                     }
                     for (q, values) in transpose_16x16(square).into_iter().enumerate().take(k_lanes) {
                         _mm512_storeu_ps(to.add((p + q) * width + j), values);

@@ -9,7 +9,7 @@ mod tests;
 use std::arch::x86_64::*;
 use std::ops::Range;
 
-use super::avx512::{LANES, PANEL_K, PANEL_VECTORS, PanelGemm, lane_mask, transpose_16x16};
+use super::avx512::{LANES, PANEL_K, PANEL_VECTORS, PanelGemm, lane_mask, pack};
 use super::bf16_split::AmxElem;
 use super::{CpuEpilogue, MatView};
 use crate::kernels::cpu::{DisjointSliceMut, parallel_for, threads, uninit};
@@ -198,48 +198,9 @@ impl Panels {
             // columns.
             unsafe {
                 let to = to.range_mut(at, rows.len() * width).as_mut_ptr();
-                pack_panel(from.as_ptr(), (b.row_stride, b.col_stride), rows.len(), columns, to);
+                pack(from.as_ptr(), (b.row_stride, b.col_stride), rows.len(), columns, to);
             }
         });
-    }
-}
-
-/// Widens `depth` rows of `columns` columns, each zero-padded to whole vectors.
-///
-/// # Safety
-/// The dispatch has AVX-512, one of the strides is 1, the values lie inside `b`, and `to` has room for the rows.
-#[target_feature(enable = "avx512f,avx512bw,avx512vl")]
-unsafe fn pack_panel<E: AmxElem>(
-    b: *const E,
-    (row, col): (usize, usize),
-    depth: usize,
-    columns: usize,
-    to: *mut f32,
-) {
-    let width = columns.next_multiple_of(LANES);
-    // SAFETY: masks exclude what is beyond the rows and columns.
-    unsafe {
-        if col == 1 {
-            for p in 0..depth {
-                for j in (0..width).step_by(LANES) {
-                    let values = E::load(b.add(p * row + j), lane_mask(columns - j));
-                    f32::store(to.add(p * width + j), !0, values);
-                }
-            }
-            return;
-        }
-        for p in (0..depth).step_by(LANES) {
-            let lanes = (depth - p).min(LANES);
-            for j in (0..width).step_by(LANES) {
-                let mut square = [_mm512_setzero_ps(); LANES];
-                for (q, values) in square.iter_mut().enumerate().take(columns - j) {
-                    *values = E::load(b.add((j + q) * col + p * row), lane_mask(lanes));
-                }
-                for (q, values) in transpose_16x16(square).into_iter().enumerate().take(lanes) {
-                    f32::store(to.add((p + q) * width + j), !0, values);
-                }
-            }
-        }
     }
 }
 
