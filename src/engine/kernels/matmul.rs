@@ -319,10 +319,9 @@ fn try_blocks<T: Elem, O: Elem>(
             (Some(a), Some(b)) => {
                 if let Some(out) = downcast_slice_mut::<O, E>(out) {
                     Some(run_blocks(out, stride, a, b, accumulate, epilogue.and_then(CpuEpilogue::downcast::<E>)))
-                } else if let Some(out) = downcast_slice_mut::<O, f32>(out) {
-                    Some(run_blocks(out, stride, a, b, accumulate, epilogue.and_then(CpuEpilogue::downcast::<f32>)))
                 } else {
-                    None
+                    let epilogue = epilogue.and_then(CpuEpilogue::downcast::<f32>);
+                    downcast_slice_mut::<O, f32>(out).map(|out| run_blocks(out, stride, a, b, accumulate, epilogue))
                 }
             }
             _ => None,

@@ -114,7 +114,7 @@ impl Operands {
 }
 
 /// A panel of `b`, row by row.
-type PackedPanel = [[__m512; PANEL_VECTORS]; PANEL_K];
+pub(super) type PackedPanel = [[__m512; PANEL_VECTORS]; PANEL_K];
 
 /// Bytes of stack that [`gemm_panels`] takes.
 pub(super) const STACK_BYTES: usize = size_of::<PackedPanel>();
@@ -186,15 +186,24 @@ pub(super) unsafe fn pack<E: AmxElem>(
                 }
             }
         } else {
-            for p in (0..depth).step_by(LANES) {
-                let k_lanes = (depth - p).min(LANES);
-                for j in (0..width).step_by(LANES) {
-                    let mut square = [_mm512_setzero_ps(); LANES];
-                    for (q, values) in square.iter_mut().enumerate().take(cols - j) {
-                        *values = E::load(b.add((j + q) * col + p * row), lane_mask(k_lanes));
+            // A cache line of every column at once: columns may share a set of the cache.
+            const LINE: usize = 2 * LANES;
+            for j in (0..width).step_by(LANES) {
+                for p in (0..depth).step_by(LINE) {
+                    let mut squares = [[_mm512_setzero_ps(); LANES]; 2];
+                    for q in 0..LANES.min(cols - j) {
+                        for (half, square) in squares.iter_mut().enumerate() {
+                            let first = p + half * LANES;
+                            let from = b.wrapping_add((j + q) * col + first * row);
+                            square[q] = E::load(from, lane_mask(depth.saturating_sub(first)));
+                        }
                     }
-                    for (q, values) in transpose_16x16(square).into_iter().enumerate().take(k_lanes) {
-                        _mm512_storeu_ps(to.add((p + q) * width + j), values);
+                    for (half, square) in squares.into_iter().enumerate() {
+                        let first = p + half * LANES;
+                        let lines = depth.saturating_sub(first).min(LANES);
+                        for (q, values) in transpose_16x16(square).into_iter().enumerate().take(lines) {
+                            _mm512_storeu_ps(to.add((first + q) * width + j), values);
+                        }
                     }
                 }
             }

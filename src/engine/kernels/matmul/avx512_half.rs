@@ -9,7 +9,7 @@ mod tests;
 use std::arch::x86_64::*;
 use std::ops::Range;
 
-use super::avx512::{LANES, PANEL_K, PANEL_VECTORS, PanelGemm, lane_mask, pack};
+use super::avx512::{LANES, PANEL_K, PANEL_VECTORS, PackedPanel, PanelGemm, lane_mask, pack};
 use super::bf16_split::AmxElem;
 use super::{CpuEpilogue, MatView};
 use crate::kernels::cpu::{DisjointSliceMut, parallel_for, threads, uninit};
@@ -21,6 +21,9 @@ const MAX_BLOCK: usize = 1 << 20;
 /// Rows that are multiplied with one panel after another: at most 387 KiB, a third of an L2 cache.
 const STRIP_ROWS: usize = 48;
 const PANEL_COLUMNS: usize = PANEL_VECTORS * LANES;
+/// Most rows of a result whose panels are packed by the task that multiplies them, onto its stack: packed in memory, they
+/// would be read too few times to pay for the writing.
+const FEW_ROWS: usize = 8 * STRIP_ROWS;
 /// Multiplications below which one thread is faster than handing out work.
 const SERIAL_MULTIPLIES: usize = 1 << 20;
 /// Values by which the block of panels is larger, so that they can be aligned.
@@ -36,16 +39,18 @@ fn padded(depth: usize) -> usize {
     depth + LANES
 }
 
-/// The values of a block of either operand of an (m, n) result over `depth` values of K.
+/// The values of a block of `a`, and of what there is for each column: its packed values, or the sums of few rows. Fewer
+/// rows never need more.
 fn block_lens((m, depth, n): (usize, usize, usize)) -> (usize, usize) {
     let a = (padded(depth) * m.next_multiple_of(STRIP_ROWS)).min(MAX_BLOCK);
-    (a, (depth * n.next_multiple_of(LANES)).min(MAX_BLOCK) + ALIGNMENT)
+    let lines = if m <= FEW_ROWS { m } else { depth.max(FEW_ROWS) };
+    (a, (lines * n.next_multiple_of(LANES)).min(MAX_BLOCK) + ALIGNMENT)
 }
 
 /// Bytes that [`gemm`] allocates for an (m, n) result over `k`.
 pub(super) fn workspace((m, k, n): (usize, usize, usize)) -> usize {
-    let (a, b) = block_lens((m, k.min(MAX_DEPTH), n));
-    (a + b) * size_of::<f32>()
+    let (a, columns) = block_lens((m, k.min(MAX_DEPTH), n));
+    (a + columns) * size_of::<f32>()
 }
 
 /// `out = a b`, or `out += a b` with `accumulate`, then `epilogue`.
@@ -63,31 +68,42 @@ pub(super) unsafe fn gemm<E: AmxElem, O: AmxElem>(
 ) {
     let (m, k, n) = (a.rows, a.cols, b.cols);
     let (depth, parallel) = (k.min(MAX_DEPTH), m * k * n > SERIAL_MULTIPLIES);
+    let few = m <= FEW_ROWS;
     // Whole tasks, and whole panels.
     let rows = MAX_BLOCK / padded(depth) / STRIP_ROWS * STRIP_ROWS;
-    let columns = MAX_BLOCK / depth / PANEL_COLUMNS * PANEL_COLUMNS;
-    let (a_len, b_len) = block_lens((m, depth, n));
-    let (mut a_block, mut b_block) = (uninit::<f32>(a_len), uninit::<f32>(b_len));
-    let aligned = b_block.as_ptr().align_offset(LANES * size_of::<f32>());
+    let columns = MAX_BLOCK / if few { m } else { depth } / PANEL_COLUMNS * PANEL_COLUMNS;
+    let (a_len, columns_len) = block_lens((m, depth, n));
+    let (mut a_block, mut column_block) = (uninit::<f32>(a_len), uninit::<f32>(columns_len));
+    let aligned = column_block.as_ptr().align_offset(LANES * size_of::<f32>());
+    let column_block = &mut column_block[aligned..];
     let out = DisjointSliceMut::new(out);
     for from in (0..k).step_by(depth) {
         let inner = from..k.min(from + depth);
+        let mut kept = None;
         for first in (0..n).step_by(columns) {
             let panels = Panels { columns: first..n.min(first + columns), depth: inner.len() };
-            panels.pack(b, inner.start, parallel, &mut b_block[aligned..]);
+            if !few {
+                panels.pack(b, from, parallel, column_block);
+            }
             for top in (0..m).step_by(rows) {
-                let strips =
-                    Strips::widen(a, (top..m.min(top + rows), inner.clone()), parallel, &mut a_block);
+                let strips = match kept.take() {
+                    Some(strips) if m <= rows => strips,
+                    _ => Strips::widen(a, (top..m.min(top + rows), inner.clone()), parallel, &mut a_block),
+                };
                 let block = Block {
-                    a: strips,
-                    b: b_block[aligned..].as_ptr(),
+                    a: &strips,
                     panels: &panels,
                     out: &out,
                     stride,
                     accumulate: accumulate || from > 0,
                     epilogue: epilogue.filter(|_| inner.end == k),
                 };
-                block.compute_all(parallel);
+                if few {
+                    block.compute_panels(b, from, parallel, column_block);
+                } else {
+                    block.compute_strips(parallel, column_block);
+                }
+                kept = Some(strips);
             }
         }
     }
@@ -129,24 +145,32 @@ impl Strips {
         parallel: bool,
         to: &mut [f32],
     ) -> Self {
-        let depth = inner.len();
+        /// Lines of a task.
+        const LINES: usize = 16;
+        let (depth, row_stride, col_stride) = (inner.len(), a.row_stride, a.col_stride);
         let (row, col) = if a.col_stride == 1 { (padded(depth), 1) } else { (1, STRIP_ROWS) };
         let strips = Self { rows, data: to.as_ptr(), strip_len: STRIP_ROWS * padded(depth), row, col };
         let to = DisjointSliceMut::new(to);
-        for_each(strips.count(), parallel, &|strip| {
-            let rows = strips.strip(strip);
-            let (first, count) = (strips.rows.start + rows.start, rows.len());
-            let from = a.data[first * a.row_stride + inner.start * a.col_stride..].as_ptr();
-            let (lines, len, stride, step) =
-                if col == 1 { (count, depth, a.row_stride, row) } else { (depth, count, a.col_stride, col) };
-            for line in 0..lines {
-                // SAFETY: strips do not overlap, the dispatch has AVX-512, and `a` has the rows and the slab.
-                unsafe {
-                    widen_line(
-                        from.add(line * stride),
-                        to.range_mut(strip * strips.strip_len + line * step, len),
-                    )
+        // Lines as `a` has them: rows, or values of K.
+        let lines = if col == 1 { strips.rows.len() } else { depth };
+        let a = &a.data[strips.rows.start * a.row_stride + inner.start * a.col_stride..];
+        let stride = if col == 1 { row_stride } else { col_stride };
+        for_each(lines.div_ceil(LINES), parallel, &|task| {
+            for line in task * LINES..lines.min((task + 1) * LINES) {
+                let from = &a[line * stride..];
+                let widen = |from: &[E], at: usize| {
+                    // SAFETY: lines do not overlap, and the dispatch has AVX-512.
+                    unsafe { widen_line(from.as_ptr(), to.range_mut(at, from.len())) }
                 };
+                if col == 1 {
+                    let (strip, row) = (line / STRIP_ROWS, line % STRIP_ROWS);
+                    widen(&from[..depth], strip * strips.strip_len + row * strips.row);
+                    continue;
+                }
+                for strip in 0..strips.count() {
+                    let rows = strips.strip(strip);
+                    widen(&from[rows], strip * strips.strip_len + line * col);
+                }
             }
         });
         strips
@@ -183,22 +207,40 @@ impl Panels {
         self.vectors() * w / self.count()..self.vectors() * (w + 1) / self.count()
     }
 
+    /// Values of a packed row of panel `w`.
+    fn width(&self, w: usize) -> usize {
+        self.panel(w).len() * LANES
+    }
+
+    /// The columns of panel `w` in `b`.
+    fn panel_columns(&self, w: usize) -> Range<usize> {
+        let vectors = self.panel(w);
+        let first = self.columns.start;
+        first + vectors.start * LANES..self.columns.end.min(first + vectors.end * LANES)
+    }
+
     /// Widens rows `from` on of these columns of `b` into `to`.
     fn pack<E: AmxElem>(&self, b: MatView<E>, from: usize, parallel: bool, to: &mut [f32]) {
+        /// Rows of a task if they are contiguous: it reads long parts of a few of them.
+        const FEW_ROWS: usize = 16;
         let to = DisjointSliceMut::new(&mut to[..self.vectors() * LANES * self.depth]);
-        let blocks = self.depth.div_ceil(PANEL_K);
-        for_each(self.count() * blocks, parallel, &|task| {
-            let (panel, block) = (self.panel(task / blocks), task % blocks);
-            let rows = block * PANEL_K..self.depth.min((block + 1) * PANEL_K);
-            let first = self.columns.start + panel.start * LANES;
-            let (width, columns) = (panel.len() * LANES, (panel.len() * LANES).min(self.columns.end - first));
-            let at = panel.start * LANES * self.depth + rows.start * width;
-            let from = &b.data[(from + rows.start) * b.row_stride + first * b.col_stride..];
-            // SAFETY: no two tasks have rows of a panel in common, the dispatch has AVX-512, and `b` has the rows and
-            // columns.
-            unsafe {
-                let to = to.range_mut(at, rows.len() * width).as_mut_ptr();
-                pack(from.as_ptr(), (b.row_stride, b.col_stride), rows.len(), columns, to);
+        let (rows_per_task, panels_per_task) =
+            if b.col_stride == 1 { (FEW_ROWS, self.count()) } else { (PANEL_K, 1) };
+        let groups = self.count().div_ceil(panels_per_task);
+        for_each(self.depth.div_ceil(rows_per_task) * groups, parallel, &|task| {
+            let (chunk, group) = (task / groups, task % groups);
+            let rows = chunk * rows_per_task..self.depth.min((chunk + 1) * rows_per_task);
+            for w in group * panels_per_task..self.count().min((group + 1) * panels_per_task) {
+                let (panel, columns) = (self.panel(w), self.panel_columns(w));
+                let width = self.width(w);
+                let at = panel.start * LANES * self.depth + rows.start * width;
+                let from = &b.data[(from + rows.start) * b.row_stride + columns.start * b.col_stride..];
+                // SAFETY: no two tasks have rows of a panel in common, the dispatch has AVX-512, and `b` has the rows
+                // and columns.
+                unsafe {
+                    let to = to.range_mut(at, rows.len() * width).as_mut_ptr();
+                    pack(from.as_ptr(), (b.row_stride, b.col_stride), rows.len(), columns.len(), to);
+                }
             }
         });
     }
@@ -206,8 +248,7 @@ impl Panels {
 
 /// A block of the result: the rows of all strips, and the columns of all panels.
 struct Block<'a, O> {
-    a: Strips,
-    b: *const f32,
+    a: &'a Strips,
     panels: &'a Panels,
     out: &'a DisjointSliceMut<'a, O>,
     stride: usize,
@@ -215,63 +256,117 @@ struct Block<'a, O> {
     epilogue: Option<CpuEpilogue<'a, O>>,
 }
 
-// SAFETY: operands are only read, and no two strips have a value of the result in common.
-unsafe impl<O: Sync + Send> Sync for Block<'_, O> {}
-
 /// The sums of a strip in the columns of a panel.
 #[repr(C, align(64))]
 struct Sums([[f32; PANEL_COLUMNS]; STRIP_ROWS]);
 
 impl<O: AmxElem> Block<'_, O> {
-    /// Computes the block in strips of rows, and in groups of panels where strips are too few for all threads.
-    fn compute_all(&self, parallel: bool) {
+    /// Computes the block from packed panels, in strips of rows, and in groups of panels where strips are too few for
+    /// all threads.
+    fn compute_strips(&self, parallel: bool, packed: &[f32]) {
         let (strips, panels) = (self.a.count(), self.panels.count());
         let wanted = if parallel { 16 * threads() } else { 1 };
         let groups = wanted.div_ceil(strips).min(panels);
         for_each(strips * groups, parallel, &|task| {
             let (strip, group) = (task / groups, task % groups);
+            let mut sums = std::mem::MaybeUninit::<Sums>::uninit();
+            let sums = sums.as_mut_ptr().cast::<f32>();
             for w in panels * group / groups..panels * (group + 1) / groups {
-                // SAFETY: the caller of `gemm` upholds its contract.
-                unsafe { self.compute(strip, w) };
+                let packed = &packed[self.panels.panel(w).start * LANES * self.panels.depth..];
+                for from in (0..self.panels.depth).step_by(PANEL_K) {
+                    let packed = packed[from * self.panels.width(w)..].as_ptr();
+                    // SAFETY: the caller of `gemm` upholds its contract, and there is room for the sums of a strip.
+                    unsafe { self.multiply((strip, w), from, packed, sums) };
+                }
+                // SAFETY: as above; no other task has this strip and this panel.
+                unsafe { self.store((strip, w), sums) };
             }
         });
     }
 
-    #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
-    unsafe fn compute(&self, strip: usize, w: usize) {
-        let (rows, vectors, depth) = (self.a.strip(strip), self.panels.panel(w), self.panels.depth);
-        let width = vectors.len() * LANES;
-        let first = self.panels.columns.start + vectors.start * LANES;
-        let columns = first..self.panels.columns.end.min(first + width);
-        let mut sums = std::mem::MaybeUninit::<Sums>::uninit();
-        let sums = sums.as_mut_ptr().cast::<f32>();
-        // SAFETY: the caller's contract; rows and columns lie inside the blocks, and `sums` has room for both.
-        unsafe {
-            let a = self.a.data.add(strip * self.a.strip_len);
-            let b = self.b.add(vectors.start * LANES * depth);
-            for from in (0..depth).step_by(PANEL_K) {
-                let gemm = PanelGemm {
-                    rows: rows.len(),
-                    k: PANEL_K.min(depth - from),
-                    a: a.add(from * self.a.col),
-                    packed: b.add(from * width),
-                    out: sums,
-                    stride: PANEL_COLUMNS,
-                    last_mask: !0,
-                    accumulate: from > 0,
-                };
-                gemm.run(vectors.len(), self.a.row, self.a.col);
+    /// Computes the block panel by panel: each is packed a part at a time and multiplied with all strips. `sums` has room
+    /// for those of all rows and columns.
+    fn compute_panels<E: AmxElem>(&self, b: MatView<E>, from: usize, parallel: bool, sums: &mut [f32]) {
+        let (rows, depth) = (self.a.rows.len(), self.panels.depth);
+        let sums = DisjointSliceMut::new(sums);
+        for_each(self.panels.count(), parallel, &|w| {
+            let (width, columns) = (self.panels.width(w), self.panels.panel_columns(w));
+            // SAFETY: no two panels have columns in common.
+            let sums = unsafe { sums.range_mut(self.panels.panel(w).start * LANES * rows, width * rows) };
+            let strip_sums = |strip: usize| sums[strip * STRIP_ROWS * width..].as_ptr().cast_mut();
+            let mut packed = std::mem::MaybeUninit::<PackedPanel>::uninit();
+            let packed = packed.as_mut_ptr().cast::<f32>();
+            for part in (0..depth).step_by(PANEL_K) {
+                let at = (from + part) * b.row_stride + columns.start * b.col_stride;
+                let (b_part, strides) = (b.data[at..].as_ptr(), (b.row_stride, b.col_stride));
+                // SAFETY: the caller of `gemm` upholds its contract, and there is room for a part of a panel.
+                unsafe { pack(b_part, strides, PANEL_K.min(depth - part), columns.len(), packed) };
+                for strip in 0..self.a.count() {
+                    // SAFETY: as above.
+                    unsafe { self.multiply((strip, w), part, packed, strip_sums(strip)) };
+                }
             }
-            for i in 0..rows.len() {
-                self.store(self.a.rows.start + rows.start + i, &columns, sums.add(i * PANEL_COLUMNS));
+            for strip in 0..self.a.count() {
+                // SAFETY: as above; no other task has this panel.
+                unsafe { self.store((strip, w), strip_sums(strip)) };
+            }
+        });
+    }
+
+    /// Adds the products of a strip with the packed rows `from` on of a panel, at most [`PANEL_K`], to `sums`, or
+    /// begins these.
+    #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
+    unsafe fn multiply(&self, (strip, w): (usize, usize), from: usize, packed: *const f32, sums: *mut f32) {
+        let depth = self.panels.depth;
+        if from + PANEL_K >= depth {
+            self.prefetch(self.a.strip(strip), self.panels.panel_columns(w));
+        }
+        // SAFETY: the caller's contract; the strip has all values of K.
+        unsafe {
+            let gemm = PanelGemm {
+                rows: self.a.strip(strip).len(),
+                k: PANEL_K.min(depth - from),
+                a: self.a.data.add(strip * self.a.strip_len + from * self.a.col),
+                packed,
+                out: sums,
+                stride: self.panels.width(w),
+                last_mask: !0,
+                accumulate: from > 0,
+            };
+            gemm.run(self.panels.panel(w).len(), self.a.row, self.a.col);
+        }
+    }
+
+    /// Prefetches what [`Self::store`] will read and write; hardware prefetchers do not predict these addresses.
+    fn prefetch(&self, rows: Range<usize>, columns: Range<usize>) {
+        let residual = self.epilogue.and_then(|epilogue| epilogue.residual);
+        for row in rows {
+            let at = (self.a.rows.start + row) * self.stride + columns.start;
+            for line in (at..at + columns.len()).step_by(64 / size_of::<O>()) {
+                // SAFETY: a prefetch does not access memory architecturally.
+                unsafe {
+                    _mm_prefetch::<_MM_HINT_ET0>(self.out.ptr_at(line).cast());
+                    if let Some(residual) = residual {
+                        _mm_prefetch::<_MM_HINT_T0>(residual.as_ptr().wrapping_add(line).cast());
+                    }
+                }
             }
         }
     }
 
-    /// Writes the sums of a row in the given columns, after the epilogue.
+    /// Writes the sums of a strip in the columns of a panel, after the epilogue.
+    #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
+    unsafe fn store(&self, (strip, w): (usize, usize), sums: *const f32) {
+        let columns = self.panels.panel_columns(w);
+        for (i, row) in self.a.strip(strip).enumerate() {
+            // SAFETY: the caller's contract.
+            unsafe { self.store_row(self.a.rows.start + row, &columns, sums.add(i * self.panels.width(w))) };
+        }
+    }
+
     #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
     #[inline]
-    unsafe fn store(&self, row: usize, columns: &Range<usize>, sums: *const f32) {
+    unsafe fn store_row(&self, row: usize, columns: &Range<usize>, sums: *const f32) {
         let at = row * self.stride + columns.start;
         // SAFETY: no other strip has these values.
         let out = unsafe { self.out.range_mut(at, columns.len()) };

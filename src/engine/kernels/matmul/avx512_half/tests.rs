@@ -81,7 +81,7 @@ proptest! {
 
     #[test]
     fn products_are_right(
-        m in 1usize..150,
+        m in 1usize..500,
         k in 1usize..600,
         n in 1usize..200,
         (transpose_a, transpose_b, add, with_epilogue) in any::<(bool, bool, bool, bool)>(),
@@ -96,7 +96,7 @@ proptest! {
     }
 }
 
-/// Several slabs of K, and several blocks of rows and of columns, whole and cut off.
+/// Several slabs of K, and several blocks of rows and of columns, of few rows and of many.
 #[test]
 fn blocks_add_up() {
     let case = Case {
@@ -112,8 +112,8 @@ fn blocks_add_up() {
     };
     check::<bf16, f32>(case).unwrap();
     check::<f16, f32>(Case { transpose_b: false, add: false, ..case }).unwrap();
-    let tall = Case { m: case.n, n: 5, transpose_a: true, ..case };
-    check::<f16, f32>(tall).unwrap();
-    check::<bf16, f32>(Case { transpose_a: false, ..tall }).unwrap();
-    check::<bf16, bf16>(Case { k: MAX_DEPTH, ..tall }).unwrap();
+    check::<f16, f16>(Case { m: FEW_ROWS, k: 3, n: MAX_BLOCK / FEW_ROWS + 7, ..case }).unwrap();
+    let many = Case { m: case.n, transpose_a: true, ..case };
+    check::<f16, f32>(many).unwrap();
+    check::<bf16, bf16>(Case { k: MAX_DEPTH, transpose_a: false, transpose_b: false, ..many }).unwrap();
 }
