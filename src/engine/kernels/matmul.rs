@@ -1,5 +1,5 @@
-//! GEMMs on plain slices: by the `gemm` crate (`gemm_crate`), by AVX-512 kernels for small ones and for half types, by AMX,
-//! and for a few rows by a kernel that streams the other operand (`gemv`).
+//! GEMMs on plain slices: by the `gemm` crate (`gemm_crate`), by AVX-512 kernels for small ones and for half types, by
+//! AMX, and for a few rows by a kernel that streams the other operand (`gemv`).
 
 #[cfg(target_arch = "x86_64")]
 mod amx;

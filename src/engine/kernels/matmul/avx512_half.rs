@@ -21,7 +21,7 @@ const MAX_BLOCK: usize = 1 << 20;
 /// Rows that are multiplied with one panel after another: at most 387 KiB, a third of an L2 cache.
 const STRIP_ROWS: usize = 48;
 const PANEL_COLUMNS: usize = PANEL_VECTORS * LANES;
-/// Most rows of a result whose panels are packed by the task that multiplies them, onto its stack: packed in memory, they
+/// Most rows of a result whose panels are packed by the task that multiplies them, on its stack: packed in memory, they
 /// would be read too few times to pay for the writing.
 const FEW_ROWS: usize = 8 * STRIP_ROWS;
 /// Multiplications below which one thread is faster than handing out work.
