@@ -1,5 +1,5 @@
-//! GEMMs of bf16 and f16 on AVX-512, on all threads. Blocks of the operands are widened to f32 where they are packed, and
-//! sums are rounded while they are in cache: no operand or result is written to memory in f32.
+//! GEMMs of bf16 and f16 on AVX-512, on all threads. Blocks of the operands are widened to f32 where they are packed,
+//! and sums are rounded while they are in cache: no operand or result is written to memory in f32.
 //!
 //! A sum runs over K in order, from slab to slab, so a value depends neither on its neighbors nor on the threads.
 
@@ -39,8 +39,8 @@ fn padded(depth: usize) -> usize {
     depth + LANES
 }
 
-/// The values of a block of `a`, and of what there is for each column: its packed values, or the sums of few rows. Fewer
-/// rows never need more.
+/// The values of a block of `a`, and of what there is for each column: its packed values, or the sums of few rows.
+/// Fewer rows never need more.
 fn block_lens((m, depth, n): (usize, usize, usize)) -> (usize, usize) {
     let a = (padded(depth) * m.next_multiple_of(STRIP_ROWS)).min(MAX_BLOCK);
     let lines = if m <= FEW_ROWS { m } else { depth.max(FEW_ROWS) };
@@ -284,8 +284,8 @@ impl<O: AmxElem> Block<'_, O> {
         });
     }
 
-    /// Computes the block panel by panel: each is packed a part at a time and multiplied with all strips. `sums` has room
-    /// for those of all rows and columns.
+    /// Computes the block panel by panel: each is packed a part at a time and multiplied with all strips. `sums` has
+    /// room for those of all rows and columns.
     fn compute_panels<E: AmxElem>(&self, b: MatView<E>, from: usize, parallel: bool, sums: &mut [f32]) {
         let (rows, depth) = (self.a.rows.len(), self.panels.depth);
         let sums = DisjointSliceMut::new(sums);
