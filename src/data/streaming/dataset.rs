@@ -331,12 +331,13 @@ impl BlockCache {
             let Some((_, earlier)) = state.rank.get(&block).and_then(|rank| state.next_missing(*rank)) else {
                 return self.fetch_required(state, block);
             };
-            let read = self.fetch(state, earlier, false);
-            if !matches!(read, Ok(Some(_))) {
-                return self.fetch_required(self.lock(), block);
-            }
-            drop(read);
+            let kept = matches!(self.fetch(state, earlier, false), Ok(Some(_)));
             state = self.lock();
+            // Without memory for it or with an error, `earlier` is still expected; else the window has moved on, and
+            // other blocks may come first.
+            if !kept && state.rank.contains_key(&earlier) {
+                return self.fetch_required(state, block);
+            }
         }
     }
 

@@ -1,8 +1,8 @@
 //! Compares streaming datasets with a plain list of their records, in any access order and under every disturbance.
 
 use std::io::{Cursor, Read, Write};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock, Weak};
 use std::thread;
 
 use flate2::read::GzDecoder;
@@ -348,4 +348,45 @@ fn a_reader_that_panics_ends_nobody_else() {
     assert!(loader.next().err().unwrap().to_string().contains("shard 1 is broken"));
     drop(loader);
     assert!(read(source.as_ref(), 3).is_ok());
+}
+
+/// The window moves on while a thread that needs a later block reads an earlier one: no shard is left half read.
+#[test]
+fn a_moving_window_keeps_the_shards_in_order() {
+    struct MovingWindow {
+        toy: ToyShards,
+        source: OnceLock<Weak<StreamingDataset>>,
+    }
+    impl ShardedDataset for MovingWindow {
+        fn features(&self) -> &Features {
+            self.toy.features()
+        }
+        fn blocks(&self) -> &[RecordBlock] {
+            self.toy.blocks()
+        }
+        fn open(&self, shard: u32) -> Result<Box<dyn ShardReader>, DataError> {
+            assert!(thread::current().name() != Some("data-ahead"), "only the test reads");
+            if shard == 0 {
+                self.source.get().and_then(Weak::upgrade).unwrap().prefetch((1..8).collect());
+            }
+            self.toy.open(shard)
+        }
+        fn decode(
+            &self,
+            record: &[u8],
+            index: u64,
+            key: SampleKey,
+            into: &mut BatchRow<'_>,
+        ) -> Result<(), DataError> {
+            self.toy.decode(record, index, key, into)
+        }
+    }
+    let shards = Arc::new(MovingWindow { toy: toy_shards(&[4, 4], 1, false), source: OnceLock::new() });
+    let source = Arc::new(StreamingDataset::new(shards.clone(), 1000));
+    shards.source.set(Arc::downgrade(&source)).unwrap();
+    source.prefetch((0..8).collect());
+    for index in [6, 2] {
+        assert_eq!(read(source.as_ref(), index).unwrap()[0], index as f32);
+    }
+    assert_eq!(*shards.toy.opens.lock().unwrap(), [0, 1]);
 }

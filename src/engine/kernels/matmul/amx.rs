@@ -17,11 +17,11 @@ use super::super::im2col::ConvGeometry;
 use super::amx_tiles::{TILE_BYTES, TILE_DIM, TILE_K, TileConfigGuard};
 use super::avx512::{lane_mask, transpose_16x16};
 use super::bf16_split::{AmxElem, Operand, StridedOperand};
-use super::implicit_gemm::{FlippedWeight, PatchColumns, PatchRows};
+use super::implicit_gemm::{FlippedWeight, MAX_LINE, PatchColumns, PatchRows};
 use super::{ConvArgs, CpuEpilogue, MatView, Threading, Transposed};
 
 /// Most tiles of a panel in one slice of K; twice as many if all rows fit in `FEW_ROW_PANELS` panels.
-const MAX_PANEL_TILES: usize = 48;
+pub(super) const MAX_PANEL_TILES: usize = 48;
 const FEW_ROW_PANELS: usize = 32;
 /// Tiles of a panel processed at once, so that the packed operands stay in the L1 cache: 12 KiB of rows, 24 KiB of
 /// columns.
@@ -34,10 +34,11 @@ const SUMS_COLUMNS: usize = COLUMN_PANELS * TILE_DIM;
 /// Smallest M, N and K that pay for the packing.
 const MIN_DIM: usize = 48;
 
-/// Bytes of stack that [`GemmSlice::compute`] takes. A function touches every page of so large a frame when it is
+/// Bytes of stack that [`GemmSlice::compute`] takes, with the line of a patch that it packs. A function touches every page of so large a frame when it is
 /// entered, however small the GEMM is.
-pub(super) const STACK_BYTES: usize =
-    MAX_ROW_PANELS * MAX_PANEL_TILES * TILE_BYTES + 2 * size_of::<PanelAccumulators>();
+pub(super) const STACK_BYTES: usize = MAX_ROW_PANELS * MAX_PANEL_TILES * TILE_BYTES
+    + 2 * size_of::<PanelAccumulators>()
+    + MAX_LINE * size_of::<f32>();
 
 #[repr(C, align(64))]
 #[derive(Clone, Copy)]
@@ -165,10 +166,15 @@ pub(super) unsafe fn gemm<E: AmxElem, O: AmxElem>(
     unsafe { gemm_operands(out, stride, (&a, &b), sizes, options) }
 }
 
+/// Half types take any number of channels; f32 those that tiles read without a copy.
+fn takes_channels<E: AmxElem>(g: &ConvGeometry, multiple: usize) -> bool {
+    g.groups == 1 && (E::PARTS < 3 || g.in_channels.is_multiple_of(multiple))
+}
+
 /// Whether AMX takes a convolution of `batch` images.
 pub(super) fn supports_conv<E: AmxElem>(g: &ConvGeometry, batch: usize) -> bool {
-    let whole = g.groups == 1 && g.in_channels.is_multiple_of(TILE_K);
-    whole && supports::<E>((batch * g.output_pixels(), g.patch_len(), g.out_channels))
+    takes_channels::<E>(g, TILE_K)
+        && supports::<E>((batch * g.output_pixels(), g.patch_len(), g.out_channels))
 }
 
 /// Bytes [`conv`] allocates, over all threads.
@@ -181,8 +187,8 @@ pub(super) fn conv_workspace<E: AmxElem>(g: &ConvGeometry, batch: usize) -> usiz
 
 /// Whether AMX takes the weight gradient of a convolution of `batch` images.
 pub(super) fn supports_conv_weight_gradient<E: AmxElem>(g: &ConvGeometry, batch: usize) -> bool {
-    let whole = g.groups == 1 && g.in_channels.is_multiple_of(TILE_DIM);
-    whole && supports::<E>((g.patch_len(), batch * g.output_pixels(), g.out_channels))
+    takes_channels::<E>(g, TILE_DIM)
+        && supports::<E>((g.patch_len(), batch * g.output_pixels(), g.out_channels))
 }
 
 /// Bytes a thread packs for that weight gradient.
