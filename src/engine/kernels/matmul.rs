@@ -1,5 +1,5 @@
-//! GEMMs on plain slices: by the `gemm` crate (`gemm_crate`), by AVX-512 kernels for small ones and for half types, by
-//! AMX, and for a few rows by a kernel that streams the other operand (`gemv`).
+//! GEMMs on plain slices: by AMX, by AVX-512 kernels that pack their operands (`avx512_packed`) or do not (`avx512`), by
+//! the `gemm` crate (`gemm_crate`), and for a few rows by a kernel that streams the other operand (`gemv`).
 
 #[cfg(target_arch = "x86_64")]
 mod amx;
@@ -8,7 +8,7 @@ mod amx_tiles;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
 #[cfg(target_arch = "x86_64")]
-mod avx512_half;
+mod avx512_packed;
 #[cfg(target_arch = "x86_64")]
 mod bf16_split;
 pub(super) mod gemm_crate;
@@ -293,17 +293,23 @@ fn multiply<R: Real>(
     }
 }
 
-/// Whether a GEMM of this type on all threads widens its operands block by block.
-fn widens_blocks(dtype: DType) -> bool {
-    dispatch() == Dispatch::Avx512 && matches!(dtype, DType::BF16 | DType::F16)
+/// Whether the AVX-512 kernel that packs blocks of its operands takes a GEMM on all threads: of half types always,
+/// because any other kernel must first convert whole operands.
+#[cfg(target_arch = "x86_64")]
+fn packs_blocks(dtype: DType, sizes: (usize, usize, usize)) -> bool {
+    let pays = match dtype {
+        DType::F32 => !avx512::is_fastest(sizes),
+        dtype => matches!(dtype, DType::BF16 | DType::F16),
+    };
+    dispatch() == Dispatch::Avx512 && sizes.1 > 0 && pays
 }
 
 /// Whether a parallel GEMM of this type converts whole operands, and the gaps between their rows.
 pub fn converts_operands(dtype: DType) -> bool {
-    !is_native_dtype(dtype) && !widens_blocks(dtype)
+    dispatch() < Dispatch::Avx512 && matches!(dtype, DType::BF16 | DType::F16)
 }
 
-/// Runs a GEMM and its epilogue on AMX, or by blocks that are widened, if that is faster; returns whether it did. The
+/// Runs a GEMM and its epilogue on AMX, or on AVX-512 by packed blocks, if that is faster; returns whether it did. The
 /// caller has checked the sizes, and does not accumulate into a half-precision output.
 fn try_blocks<T: Elem, O: Elem>(
     out: &mut [O],
@@ -350,8 +356,10 @@ fn run_blocks<E: AmxElem, O: AmxElem>(
     unsafe {
         if amx::supports::<E>((a.rows, k, b.cols)) {
             amx::gemm(out, stride, a, b, accumulate, epilogue);
-        } else if widens_blocks(E::DTYPE) && k > 0 && (O::DTYPE == DType::F32 || avx512_half::rounds(k)) {
-            avx512_half::gemm(out, stride, a, b, accumulate, epilogue);
+        } else if packs_blocks(E::DTYPE, (a.rows, k, b.cols))
+            && (O::DTYPE == DType::F32 || avx512_packed::rounds(k))
+        {
+            avx512_packed::gemm(out, stride, a, b, accumulate, epilogue);
         } else {
             return false;
         }
@@ -359,23 +367,13 @@ fn run_blocks<E: AmxElem, O: AmxElem>(
     true
 }
 
-/// Whether f32 GEMMs of these sizes run on the AVX-512 kernel, without packing. With AVX-512: small serial ones. With
-/// AMX: all that the tiles do not take, so that the process needs neither `gemm` nor its per-thread buffers.
-fn uses_avx512(sizes: (usize, usize, usize), threading: Threading) -> bool {
-    #[cfg(target_arch = "x86_64")]
-    return match dispatch() {
-        Dispatch::Amx => true,
-        Dispatch::Avx512 => threading == Threading::Serial && avx512::supports(sizes),
-        _ => false,
-    };
-    #[cfg(not(target_arch = "x86_64"))]
-    {
-        let _ = (sizes, threading);
-        false
-    }
+/// Whether GEMMs of this type that neither AMX nor [`packs_blocks`] takes run on AVX-512 without packing: f32, so that
+/// the process needs neither `gemm` nor its per-thread buffers.
+fn uses_avx512(dtype: DType) -> bool {
+    dispatch() >= Dispatch::Avx512 && dtype != DType::F64
 }
 
-/// Runs a GEMM without packing where it [`uses_avx512`]; returns whether it did.
+/// Runs a GEMM without packing where its type [`uses_avx512`]; returns whether it did.
 fn try_avx512<R: Real>(
     out: &mut [R],
     stride: usize,
@@ -385,7 +383,7 @@ fn try_avx512<R: Real>(
     threading: Threading,
 ) -> bool {
     #[cfg(target_arch = "x86_64")]
-    if uses_avx512((a.rows, a.cols, b.cols), threading)
+    if uses_avx512(R::DTYPE)
         && let (Some(out), Some(a), Some(b)) = (downcast_slice_mut(out), a.downcast(), b.downcast())
     {
         // SAFETY: the dispatch has AVX-512, and `gemm` has checked every size.

@@ -16,12 +16,14 @@ pub(super) const LANES: usize = 16;
 pub(super) const PANEL_VECTORS: usize = 4;
 /// Largest K of a panel: with 64 columns it takes 64 KiB.
 pub(super) const PANEL_K: usize = 256;
-/// Multiplications above which the `gemm` crate is at least as fast.
-const MAX_MULTIPLIES: usize = 1 << 26;
+/// Rows, values of K, and multiplications up to which packing does not pay.
+const FEW_ROWS: usize = 384;
+const FEW_STEPS: usize = 128;
+const FEW_MULTIPLIES: usize = 1 << 26;
 
-/// Whether this kernel takes an (m, n) result over `k`.
-pub(super) fn supports((m, k, n): (usize, usize, usize)) -> bool {
-    k > 0 && m.saturating_mul(k).saturating_mul(n) <= MAX_MULTIPLIES
+/// Whether this kernel is the fastest for an (m, n) result over `k` on all threads.
+pub(super) fn is_fastest((m, k, n): (usize, usize, usize)) -> bool {
+    m <= FEW_ROWS || k <= FEW_STEPS || m.saturating_mul(k).saturating_mul(n) <= FEW_MULTIPLIES
 }
 
 /// `out = a b`, or `out += a b` with `accumulate`.

@@ -1,7 +1,6 @@
-//! GEMMs by the `gemm` crate, with the vector width of the dispatch.
+//! GEMMs by the `gemm` crate, with the vector width of the dispatch, but no wider than AVX2.
 //!
-//! By default the crate uses the widest vectors of the CPU. Under a narrower dispatch this module calls the crate's
-//! kernels for narrower vectors directly.
+//! The crate would choose the width by the CPU. On x86-64 this module calls its kernels directly.
 
 use gemm::Parallelism;
 
@@ -27,7 +26,7 @@ macro_rules! blocked {
                 if threading == Threading::Parallel { Parallelism::Rayon(0) } else { Parallelism::None };
             let (m, k, n) = (a.rows, a.cols, b.cols);
             #[cfg(target_arch = "x86_64")]
-            if dispatch() < Dispatch::Avx512 {
+            {
                 // The kernels are fastest where the result is column-major, so compute the transpose.
                 macro_rules! with {
                     ($module:ident, $simd:ident, $width:expr) => {{
@@ -76,11 +75,12 @@ macro_rules! blocked {
                         }
                     }};
                 }
-                return match dispatch() {
+                match dispatch() {
                     Dispatch::Portable => with!(scalar, Scalar, 1),
                     _ => with!(fma, V3, $lanes),
-                };
+                }
             }
+            #[cfg(not(target_arch = "x86_64"))]
             // SAFETY: the caller upholds the same contract.
             unsafe {
                 gemm::gemm(

@@ -7,7 +7,7 @@ use candle_core::DType;
 
 use super::{Threading, gemv, uses_avx512};
 #[cfg(target_arch = "x86_64")]
-use super::{amx, avx512, avx512_half, widens_blocks, with_amx_elem};
+use super::{amx, avx512, avx512_packed, packs_blocks, with_amx_elem};
 use crate::kernels::cpu::acc_bytes;
 use crate::kernels::dispatch::{Dispatch, dispatch};
 use crate::kernels::im2col::ConvGeometry;
@@ -47,8 +47,10 @@ pub fn gemm_workspace(
         }
     }
     #[cfg(target_arch = "x86_64")]
-    if threading == Threading::Parallel && k > 0 && widens_blocks(dtype) {
-        return avx512_half::workspace((m, k, n)) as u64;
+    if threading == Threading::Parallel && packs_blocks(dtype, (m, k, n)) {
+        let bytes =
+            with_amx_elem!(dtype, E => Some(avx512_packed::workspace::<E, f32>((m, k, n), transposed.a)));
+        return bytes.map_or(0, |bytes| bytes as u64);
     }
     let GemmTile { height, width, depth } = GemmTile::of(dtype);
     // Where `a` is a transpose, K runs over the samples, and a smaller batch may be cut into longer slices.
@@ -61,13 +63,13 @@ pub fn gemm_workspace(
         let a = if a { (depth * m.next_multiple_of(width)).min(MAX_PACKED) } else { 0 };
         a + if b { depth * n.next_multiple_of(height) } else { 0 }
     };
-    let packed = if dtype != DType::F64 && uses_avx512((m, k, n), threading) { 0 } else { packed() };
     let converted = match converted_depth(dtype, (k, n), threading) {
         all if all == k => k * n,
         // Fewer samples may be converted at once.
         _ if transposed.a => MAX_CONVERTED.max(depth * n),
         _ => depth * n,
     };
+    let packed = if uses_avx512(dtype) { 0 } else { packed() };
     (acc_bytes(dtype) * (packed + converted_elements(dtype, m * k + converted))) as u64
 }
 
@@ -90,12 +92,14 @@ pub fn matmul_workspace(
             return bytes;
         }
     }
-    let gemm = gemm_workspace(dtype, (m, k, n), transposed, threading);
     #[cfg(target_arch = "x86_64")]
-    if threading == Threading::Parallel && widens_blocks(dtype) && avx512_half::rounds(k) {
-        return gemm;
+    if threading == Threading::Parallel && packs_blocks(dtype, (m, k, n)) && avx512_packed::rounds(k) {
+        let bytes =
+            with_amx_elem!(dtype, E => Some(avx512_packed::workspace::<E, E>((m, k, n), transposed.a)));
+        return bytes.map_or(0, |bytes| bytes as u64);
     }
-    gemm + (acc_bytes(dtype) * converted_elements(dtype, m * n)) as u64
+    gemm_workspace(dtype, (m, k, n), transposed, threading)
+        + (acc_bytes(dtype) * converted_elements(dtype, m * n)) as u64
 }
 
 /// Values of `b` that are converted at a time, if it has more: they are in cache when they are multiplied.
@@ -135,8 +139,7 @@ impl GemmTile {
         let size = acc_bytes(dtype);
         match dispatch() {
             Dispatch::Portable => Self { height: 2, width: 4, depth: 2048 },
-            Dispatch::Avx2 => Self { height: 2 * 32 / size, width: 6, depth: 1024 },
-            Dispatch::Avx512 | Dispatch::Amx => Self { height: 4 * 64 / size, width: 6, depth: 512 },
+            _ => Self { height: 2 * 32 / size, width: 6, depth: 1024 },
         }
     }
 }
@@ -174,13 +177,9 @@ pub fn conv_weight_gradient_workspace(dtype: DType, g: &ConvGeometry, batch: usi
     None
 }
 
-/// Bytes that each thread keeps after its first GEMM of this type. With AMX only f64 uses `gemm`.
+/// Bytes that each thread keeps after its first GEMM of this type.
 pub fn thread_buffer_bytes(dtype: DType) -> u64 {
-    #[cfg(target_arch = "x86_64")]
-    if dispatch() == Dispatch::Amx && dtype != DType::F64 {
-        return 0;
-    }
-    gemm_buffer_bytes()
+    if uses_avx512(dtype) { 0 } else { gemm_buffer_bytes() }
 }
 
 /// Replaces the size of the L2 cache, for tests that compare plans byte by byte.

@@ -1,4 +1,4 @@
-//! Against f64 sums, in both half types and in results of both widths.
+//! Against f64 sums, in every type and in results of both widths.
 
 use half::{bf16, f16};
 use proptest::prelude::*;
@@ -93,6 +93,7 @@ proptest! {
         check::<bf16, f32>(case)?;
         check::<f16, f16>(case)?;
         check::<f16, f32>(case)?;
+        check::<f32, f32>(case)?;
     }
 }
 
@@ -115,5 +116,7 @@ fn blocks_add_up() {
     check::<f16, f16>(Case { m: FEW_ROWS, k: 3, n: MAX_BLOCK / FEW_ROWS + 7, ..case }).unwrap();
     let many = Case { m: case.n, transpose_a: true, ..case };
     check::<f16, f32>(many).unwrap();
+    check::<f32, f32>(many).unwrap();
+    check::<f32, f32>(Case { transpose_a: false, ..many }).unwrap();
     check::<bf16, bf16>(Case { k: MAX_DEPTH, transpose_a: false, transpose_b: false, ..many }).unwrap();
 }

@@ -1,5 +1,6 @@
-//! GEMMs of bf16 and f16 on AVX-512, on all threads. Blocks of the operands are widened to f32 where they are packed,
-//! and sums are rounded while they are in cache: no operand or result is written to memory in f32.
+//! GEMMs of f32, bf16 and f16 on AVX-512, on all threads. Blocks of half-precision operands are widened to f32 where
+//! they are packed, and sums are rounded while they are in cache: no operand or result is written to memory in f32.
+//! Rows of f32 are read, and sums of f32 written, where they are.
 //!
 //! A sum runs over K in order, from slab to slab, so a value depends neither on its neighbors nor on the threads.
 
@@ -20,6 +21,8 @@ const MAX_DEPTH: usize = 2048;
 const MAX_BLOCK: usize = 1 << 20;
 /// Rows that are multiplied with one panel after another: at most 387 KiB, a third of an L2 cache.
 const STRIP_ROWS: usize = 48;
+/// Values of the panels that a strip after strip is multiplied with: half a MiB, half of an L2 cache.
+const GROUP_VALUES: usize = 1 << 17;
 const PANEL_COLUMNS: usize = PANEL_VECTORS * LANES;
 /// Most rows of a result whose panels are packed by the task that multiplies them, on its stack: packed in memory, they
 /// would be read too few times to pay for the writing.
@@ -39,17 +42,38 @@ fn padded(depth: usize) -> usize {
     depth + LANES
 }
 
+/// Whether values of this type are f32, which needs no conversion.
+fn is_f32<E: AmxElem>() -> bool {
+    E::PARTS == 3
+}
+
 /// The values of a block of `a`, and of what there is for each column: its packed values, or the sums of few rows.
 /// Fewer rows never need more.
-fn block_lens((m, depth, n): (usize, usize, usize)) -> (usize, usize) {
+fn block_lens<E: AmxElem, O: AmxElem>(
+    (m, depth, n): (usize, usize, usize),
+    transposed_a: bool,
+) -> (usize, usize) {
     let a = (padded(depth) * m.next_multiple_of(STRIP_ROWS)).min(MAX_BLOCK);
-    let lines = if m <= FEW_ROWS { m } else { depth.max(FEW_ROWS) };
-    (a, (lines * n.next_multiple_of(LANES)).min(MAX_BLOCK) + ALIGNMENT)
+    let lines = match m <= FEW_ROWS {
+        true => {
+            if is_f32::<O>() {
+                0
+            } else {
+                m
+            }
+        }
+        false => depth.max(FEW_ROWS),
+    };
+    let columns = (lines * n.next_multiple_of(LANES)).min(MAX_BLOCK) + ALIGNMENT;
+    (if is_f32::<E>() && !transposed_a { 0 } else { a }, columns)
 }
 
 /// Bytes that [`gemm`] allocates for an (m, n) result over `k`.
-pub(super) fn workspace((m, k, n): (usize, usize, usize)) -> usize {
-    let (a, columns) = block_lens((m, k.min(MAX_DEPTH), n));
+pub(super) fn workspace<E: AmxElem, O: AmxElem>(
+    (m, k, n): (usize, usize, usize),
+    transposed_a: bool,
+) -> usize {
+    let (a, columns) = block_lens::<E, O>((m, k.min(MAX_DEPTH), n), transposed_a);
     (a + columns) * size_of::<f32>()
 }
 
@@ -72,7 +96,7 @@ pub(super) unsafe fn gemm<E: AmxElem, O: AmxElem>(
     // Whole tasks, and whole panels.
     let rows = MAX_BLOCK / padded(depth) / STRIP_ROWS * STRIP_ROWS;
     let columns = MAX_BLOCK / if few { m } else { depth } / PANEL_COLUMNS * PANEL_COLUMNS;
-    let (a_len, columns_len) = block_lens((m, depth, n));
+    let (a_len, columns_len) = block_lens::<E, O>((m, depth, n), a.col_stride != 1);
     let (mut a_block, mut column_block) = (uninit::<f32>(a_len), uninit::<f32>(columns_len));
     let aligned = column_block.as_ptr().align_offset(LANES * size_of::<f32>());
     let column_block = &mut column_block[aligned..];
@@ -138,7 +162,7 @@ struct Strips {
 unsafe impl Sync for Strips {}
 
 impl Strips {
-    /// Widens these rows of `a`, in a slab of K, into `to`.
+    /// These rows of `a`, in a slab of K: where they are, or widened into `to`.
     fn widen<E: AmxElem>(
         a: MatView<E>,
         (rows, inner): (Range<usize>, Range<usize>),
@@ -148,6 +172,10 @@ impl Strips {
         /// Lines of a task.
         const LINES: usize = 16;
         let (depth, row_stride, col_stride) = (inner.len(), a.row_stride, a.col_stride);
+        if is_f32::<E>() && col_stride == 1 {
+            let data = a.data[rows.start * row_stride + inner.start..].as_ptr().cast();
+            return Self { rows, data, strip_len: STRIP_ROWS * row_stride, row: row_stride, col: 1 };
+        }
         let (row, col) = if a.col_stride == 1 { (padded(depth), 1) } else { (1, STRIP_ROWS) };
         let strips = Self { rows, data: to.as_ptr(), strip_len: STRIP_ROWS * padded(depth), row, col };
         let to = DisjointSliceMut::new(to);
@@ -266,9 +294,10 @@ impl<O: AmxElem> Block<'_, O> {
     fn compute_strips(&self, parallel: bool, packed: &[f32]) {
         let (strips, panels) = (self.a.count(), self.panels.count());
         let wanted = if parallel { 16 * threads() } else { 1 };
-        let groups = wanted.div_ceil(strips).min(panels);
+        let group_panels = (GROUP_VALUES / (PANEL_COLUMNS * self.panels.depth)).max(1);
+        let groups = wanted.div_ceil(strips).max(panels.div_ceil(group_panels)).min(panels);
         for_each(strips * groups, parallel, &|task| {
-            let (strip, group) = (task / groups, task % groups);
+            let (group, strip) = (task / strips, task % strips);
             let mut sums = std::mem::MaybeUninit::<Sums>::uninit();
             let sums = sums.as_mut_ptr().cast::<f32>();
             for w in panels * group / groups..panels * (group + 1) / groups {
@@ -285,15 +314,15 @@ impl<O: AmxElem> Block<'_, O> {
     }
 
     /// Computes the block panel by panel: each is packed a part at a time and multiplied with all strips. `sums` has
-    /// room for those of all rows and columns.
+    /// room for those of all rows and columns, if the result is not f32.
     fn compute_panels<E: AmxElem>(&self, b: MatView<E>, from: usize, parallel: bool, sums: &mut [f32]) {
         let (rows, depth) = (self.a.rows.len(), self.panels.depth);
         let sums = DisjointSliceMut::new(sums);
         for_each(self.panels.count(), parallel, &|w| {
             let (width, columns) = (self.panels.width(w), self.panels.panel_columns(w));
-            // SAFETY: no two panels have columns in common.
-            let sums = unsafe { sums.range_mut(self.panels.panel(w).start * LANES * rows, width * rows) };
-            let strip_sums = |strip: usize| sums[strip * STRIP_ROWS * width..].as_ptr().cast_mut();
+            // No two panels have columns in common.
+            let first = self.panels.panel(w).start * LANES * rows;
+            let strip_sums = |strip: usize| sums.ptr_at(first + strip * STRIP_ROWS * width).cast_mut();
             let mut packed = std::mem::MaybeUninit::<PackedPanel>::uninit();
             let packed = packed.as_mut_ptr().cast::<f32>();
             for part in (0..depth).step_by(PANEL_K) {
@@ -313,13 +342,20 @@ impl<O: AmxElem> Block<'_, O> {
         });
     }
 
-    /// Adds the products of a strip with the packed rows `from` on of a panel, at most [`PANEL_K`], to `sums`, or
-    /// begins these.
+    /// Adds the products of a strip with the packed rows `from` on of a panel, at most [`PANEL_K`], to the f32 result,
+    /// or to `sums`, or begins these.
     #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
     unsafe fn multiply(&self, (strip, w): (usize, usize), from: usize, packed: *const f32, sums: *mut f32) {
-        let depth = self.panels.depth;
-        if from + PANEL_K >= depth {
-            self.prefetch(self.a.strip(strip), self.panels.panel_columns(w));
+        let (depth, columns) = (self.panels.depth, self.panels.panel_columns(w));
+        let (out, stride, last_mask, accumulate) = if is_f32::<O>() {
+            let at = (self.a.rows.start + self.a.strip(strip).start) * self.stride + columns.start;
+            let last = columns.len() - (self.panels.panel(w).len() - 1) * LANES;
+            (self.out.ptr_at(at).cast_mut().cast(), self.stride, lane_mask(last), self.accumulate)
+        } else {
+            (sums, self.panels.width(w), !0, false)
+        };
+        if !is_f32::<O>() && from + PANEL_K >= depth {
+            self.prefetch(self.a.strip(strip), columns);
         }
         // SAFETY: the caller's contract; the strip has all values of K.
         unsafe {
@@ -328,10 +364,10 @@ impl<O: AmxElem> Block<'_, O> {
                 k: PANEL_K.min(depth - from),
                 a: self.a.data.add(strip * self.a.strip_len + from * self.a.col),
                 packed,
-                out: sums,
-                stride: self.panels.width(w),
-                last_mask: !0,
-                accumulate: from > 0,
+                out,
+                stride,
+                last_mask,
+                accumulate: accumulate || from > 0,
             };
             gemm.run(self.panels.panel(w).len(), self.a.row, self.a.col);
         }
@@ -354,13 +390,20 @@ impl<O: AmxElem> Block<'_, O> {
         }
     }
 
-    /// Writes the sums of a strip in the columns of a panel, after the epilogue.
+    /// Writes the sums of a strip in the columns of a panel, after the epilogue. Those of f32 are where they belong.
     #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
     unsafe fn store(&self, (strip, w): (usize, usize), sums: *const f32) {
         let columns = self.panels.panel_columns(w);
         for (i, row) in self.a.strip(strip).enumerate() {
+            let row = self.a.rows.start + row;
             // SAFETY: the caller's contract.
-            unsafe { self.store_row(self.a.rows.start + row, &columns, sums.add(i * self.panels.width(w))) };
+            unsafe {
+                if !is_f32::<O>() {
+                    self.store_row(row, &columns, sums.add(i * self.panels.width(w)));
+                } else if self.epilogue.is_some() {
+                    self.store_row(row, &columns, self.out.ptr_at(row * self.stride + columns.start).cast());
+                }
+            }
         }
     }
 
@@ -375,10 +418,7 @@ impl<O: AmxElem> Block<'_, O> {
             // SAFETY: the mask excludes what is beyond the columns, of which biases, residual and result have all.
             unsafe {
                 let load = |all: &[O], at: usize| O::load(all[at..].as_ptr(), mask);
-                let mut sum = _mm512_load_ps(sums.add(j));
-                if self.accumulate {
-                    sum = _mm512_add_ps(O::load(out.as_ptr().add(j), mask), sum);
-                }
+                let mut sum = f32::load(sums.add(j), mask);
                 if let Some(epilogue) = &self.epilogue {
                     if let Some(bias) = epilogue.bias {
                         sum = _mm512_add_ps(sum, load(bias, columns.start + j));
