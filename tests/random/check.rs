@@ -57,7 +57,8 @@ pub struct CaseReport {
     pub resident: u64,
     /// Verdict of the budget run: `fits`, `fits_after_shrink`, `does_not_fit`.
     pub budget: Option<String>,
-    /// The job diverges with candle's own operations too: what it computes has no finite result.
+    /// The job diverges with candle's own operations too, or its gradients explode: rounding decides whether what it
+    /// computes has a finite result.
     pub diverges: bool,
     /// On a GPU: `captured`, or why the graph was not.
     pub graph: Option<String>,
@@ -92,7 +93,8 @@ pub fn check_case(machine: &Runner, case: &GeneratedJob, folder: &Path) -> CaseR
     if written.ended.code == DIVERGED {
         let how = FitOptions { reference: true, ..FitOptions::default() };
         let reference = JobDir { overrides: Vec::new(), ..job.clone() };
-        seen.diverges = fit(machine, &reference, "reference", &how, &mut seen).ended.code == DIVERGED;
+        let reference = fit(machine, &reference, "reference", &how, &mut seen);
+        seen.diverges = reference.ended.code == DIVERGED || reference.explodes();
         if seen.diverges {
             return seen;
         }
@@ -191,6 +193,12 @@ impl RecordedRun {
 
     fn finished(&self) -> Option<&Value> {
         self.events_named("finished").next_back()
+    }
+
+    /// A gradient so large that rounding decides what becomes of the weights.
+    fn explodes(&self) -> bool {
+        const EXPLODED: f64 = 1e9;
+        self.events_named("step").any(|step| step["grad_norm"].as_f64().is_none_or(|norm| norm > EXPLODED))
     }
 
     fn describe(&self) -> String {

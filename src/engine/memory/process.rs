@@ -63,9 +63,9 @@ impl ThreadStacks {
 }
 
 /// How far the kernel's count of resident memory may lag: each CPU is up to a batch of pages off, up or down, so that
-/// the sum grows with the root of their number.
+/// the sum grows with the root of their number, rounded up.
 fn rss_lag(cpus: u64) -> u64 {
-    RSS_BATCH_PAGES.max(2 * cpus) * PAGE as u64 * (2 * cpus).isqrt()
+    RSS_BATCH_PAGES.max(2 * cpus) * PAGE as u64 * ((2 * cpus).isqrt() + 1)
 }
 
 impl ProcessMemory {

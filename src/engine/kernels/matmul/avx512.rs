@@ -44,7 +44,7 @@ pub(super) unsafe fn gemm(
     }
 }
 
-/// Like [`gemm`], on all threads: each computes a range of rows, or of columns if there are more of these.
+/// Like [`gemm`], on all threads: each computes some rows of some columns.
 ///
 /// # Safety
 /// As for [`gemm`].
@@ -55,15 +55,9 @@ pub(super) unsafe fn gemm_parallel(
     b: MatView<f32>,
     accumulate: bool,
 ) {
-    /// Multiplications that are worth another thread.
-    const MIN_MULTIPLIES_PER_THREAD: usize = 1 << 17;
     let (m, k, n) = (a.rows, a.cols, b.cols);
-    let split_rows = m >= n;
-    // Chunks are whole tiles or whole panels, so none is split between threads.
-    let (size, granularity) = if split_rows { (m, 48) } else { (n, PANEL_VECTORS * LANES) };
-    let num_threads = (m * k * n / MIN_MULTIPLIES_PER_THREAD).clamp(1, rayon::current_num_threads());
-    let chunk = size.div_ceil(num_threads).next_multiple_of(granularity);
-    if chunk >= size {
+    let (rows, columns) = grid((m, k, n), rayon::current_num_threads());
+    if (rows, columns) == (m, n) {
         // SAFETY: the caller upholds this function's contract.
         return unsafe { gemm(out, stride, a, b, accumulate) };
     }
@@ -71,24 +65,49 @@ pub(super) unsafe fn gemm_parallel(
         o: Operands,
         out: *mut f32,
     }
-    // SAFETY: the operands are only read, and every thread writes its own rows or columns.
+    // SAFETY: the operands are only read, and every thread writes its own rows and columns.
     unsafe impl Sync for SharedOperands {}
     let shared = &SharedOperands { o: Operands::new(&a, &b), out: out.as_mut_ptr() };
-    parallel_for(size.div_ceil(chunk), &|index| {
-        let (first, count) = (index * chunk, chunk.min(size - index * chunk));
+    let column_chunks = n.div_ceil(columns);
+    parallel_for(m.div_ceil(rows) * column_chunks, &|index| {
+        let (row, column) = (index / column_chunks * rows, index % column_chunks * columns);
         let SharedOperands { mut o, mut out } = *shared;
-        // SAFETY: the caller's contract for all rows and columns holds for `count` of them from `first` on.
+        // SAFETY: the caller's contract for all rows and columns holds for some of them.
         unsafe {
-            let (m, n) = if split_rows {
-                (o.a, out) = (o.a.add(first * o.a_row), out.add(first * stride));
-                (count, n)
-            } else {
-                (o.b, out) = (o.b.add(first * o.b_col), out.add(first));
-                (m, count)
-            };
-            gemm_panels(o, m, k, n, out, stride, accumulate)
+            o.a = o.a.add(row * o.a_row);
+            o.b = o.b.add(column * o.b_col);
+            out = out.add(row * stride + column);
+            gemm_panels(o, rows.min(m - row), k, columns.min(n - column), out, stride, accumulate)
         }
     });
+}
+
+/// The rows and columns of an (m, n) result over `k` that one of `threads` computes at a time. The longer side is split
+/// first, into whole tiles or whole panels; the other, and panels into vectors, where that is too few for all threads.
+fn grid((m, k, n): (usize, usize, usize), threads: usize) -> (usize, usize) {
+    /// Multiplications that are worth another thread.
+    const MIN_MULTIPLIES_PER_THREAD: usize = 1 << 17;
+    /// Rows of whole tiles of every width, and of most.
+    const TILE_ROWS: [usize; 2] = [48, 12];
+    const PANEL_COLUMNS: [usize; 2] = [PANEL_VECTORS * LANES, LANES];
+    let wanted = (m * k * n / MIN_MULTIPLIES_PER_THREAD).clamp(1, threads);
+    // The length of chunks of whole `granularity`, at most `count` of them.
+    let chunk = |size: usize, granularity: usize, count: usize| {
+        size.div_ceil(count.min(size.div_ceil(granularity))).next_multiple_of(granularity).min(size)
+    };
+    let rest = |size: usize, chunk: usize| wanted.div_ceil(size.div_ceil(chunk));
+    let (rows, columns) = if m >= n {
+        let rows = chunk(m, TILE_ROWS[0], wanted);
+        (rows, chunk(n, PANEL_COLUMNS[0], rest(m, rows)))
+    } else {
+        let columns = chunk(n, PANEL_COLUMNS[0], wanted);
+        (chunk(m, TILE_ROWS[1], rest(n, columns)), columns)
+    };
+    match m.div_ceil(rows) * n.div_ceil(columns) < wanted {
+        true if m >= n => (chunk(m, TILE_ROWS[1], rest(n, columns)), columns),
+        true => (rows, chunk(n, PANEL_COLUMNS[1], rest(m, rows))),
+        false => (rows, columns),
+    }
 }
 
 /// Element (i, p) of `a` is at `i * a_row + p * a_col`, (p, j) of `b` at `p * b_row + j * b_col`.
@@ -361,6 +380,22 @@ mod tests {
 
     fn mat_view(data: &[f32], rows: usize, cols: usize, transposed: bool) -> MatView<'_, f32> {
         if transposed { MatView::new(data, cols, rows).t() } else { MatView::new(data, rows, cols) }
+    }
+
+    #[test]
+    fn threads_share_results_of_any_shape() {
+        for (sizes, threads, expected) in [
+            ((1000, 500, 70), 4, (288, 70)),
+            ((70, 500, 1000), 4, (70, 256)),
+            // Two panels for four threads; vectors for eight.
+            ((64, 3136, 128), 4, (36, 64)),
+            ((20, 3136, 128), 8, (12, 32)),
+            ((100, 3000, 90), 8, (36, 64)),
+            // Not worth a second thread.
+            ((64, 16, 64), 8, (64, 64)),
+        ] {
+            assert_eq!(grid(sizes, threads), expected, "{sizes:?}");
+        }
     }
 
     proptest! {

@@ -21,7 +21,7 @@ const MAX_DEPTH: usize = 2048;
 const MAX_BLOCK: usize = 1 << 20;
 /// Rows that are multiplied with one panel after another: at most 387 KiB, a third of an L2 cache.
 const STRIP_ROWS: usize = 48;
-/// Values of the panels that a strip after strip is multiplied with: half a MiB, half of an L2 cache.
+/// Most values of the panels that strip after strip is multiplied with: half a MiB, half of an L2 cache.
 const GROUP_VALUES: usize = 1 << 17;
 const PANEL_COLUMNS: usize = PANEL_VECTORS * LANES;
 /// Most rows of a result whose panels are packed by the task that multiplies them, on its stack: packed in memory, they
@@ -47,23 +47,15 @@ fn is_f32<E: AmxElem>() -> bool {
     E::PARTS == 3
 }
 
-/// The values of a block of `a`, and of what there is for each column: its packed values, or the sums of few rows.
-/// Fewer rows never need more.
+/// The values of a block of `a`, and of what there is for each column: its packed values, or the half-precision sums of
+/// few rows. Fewer rows never need more.
 fn block_lens<E: AmxElem, O: AmxElem>(
     (m, depth, n): (usize, usize, usize),
     transposed_a: bool,
 ) -> (usize, usize) {
     let a = (padded(depth) * m.next_multiple_of(STRIP_ROWS)).min(MAX_BLOCK);
-    let lines = match m <= FEW_ROWS {
-        true => {
-            if is_f32::<O>() {
-                0
-            } else {
-                m
-            }
-        }
-        false => depth.max(FEW_ROWS),
-    };
+    let few_lines = if is_f32::<O>() { 0 } else { m };
+    let lines = if m <= FEW_ROWS { few_lines } else { depth.max(FEW_ROWS) };
     let columns = (lines * n.next_multiple_of(LANES)).min(MAX_BLOCK) + ALIGNMENT;
     (if is_f32::<E>() && !transposed_a { 0 } else { a }, columns)
 }
@@ -289,8 +281,8 @@ struct Block<'a, O> {
 struct Sums([[f32; PANEL_COLUMNS]; STRIP_ROWS]);
 
 impl<O: AmxElem> Block<'_, O> {
-    /// Computes the block from packed panels, in strips of rows, and in groups of panels where strips are too few for
-    /// all threads.
+    /// Computes the block from packed panels: all strips of rows with one group of panels after another. Groups stay in
+    /// cache, and are smaller where strips are too few for all threads.
     fn compute_strips(&self, parallel: bool, packed: &[f32]) {
         let (strips, panels) = (self.a.count(), self.panels.count());
         let wanted = if parallel { 16 * threads() } else { 1 };
