@@ -7,12 +7,14 @@
 mod gpu;
 
 use candle_core::{DType, Device, Tensor};
+use half::{bf16, f16};
 
 use super::engine::Ledgers;
 use crate::base::features::{Features, InputSpec, TargetSpec};
 use crate::data::{self, BatchValues};
 use crate::graph::network::{DeviceBatch, StepError};
-use crate::kernels::pixel_lut;
+use crate::kernels::matmul::{self, Threading};
+use crate::kernels::{Elem, pixel_lut};
 
 pub struct BatchStaging {
     /// Dtype in which the network takes floats.
@@ -50,8 +52,9 @@ impl BatchStaging {
         if let Some(gpu) = &self.gpu {
             return gpu.to_tensors(batch, spec);
         }
-        let inputs = host_tensor(&batch.inputs, spec.inputs)?.to_dtype(spec.dtype)?;
-        Ok(DeviceBatch { inputs, targets: host_tensor(&batch.targets, spec.targets)?, sample_info: None })
+        let inputs = host_tensor(&batch.inputs, spec.inputs, spec.dtype)?;
+        let targets = host_tensor(&batch.targets, spec.targets, DType::F32)?;
+        Ok(DeviceBatch { inputs, targets, sample_info: None })
     }
 
     fn batch_spec(&self, batch: &data::HostBatch, features: &Features) -> BatchSpec {
@@ -72,19 +75,34 @@ impl BatchStaging {
     }
 }
 
-/// A tensor of rows; takes from each row the first values, as many as `shape` holds.
-fn host_tensor(values: &BatchValues, shape: Vec<usize>) -> candle_core::Result<Tensor> {
+/// A tensor of rows, its floats rounded to `dtype` one by one, so that no copy of all is made in f32; takes from each
+/// row the first values, as many as `shape` holds.
+fn host_tensor(values: &BatchValues, shape: Vec<usize>, dtype: DType) -> candle_core::Result<Tensor> {
+    fn rounded<T: Elem<Acc = f32>>(values: &[f32]) -> Vec<T> {
+        let mut all = vec![T::from_acc(0.0); values.len()];
+        matmul::round(values, &mut all, Threading::Parallel);
+        all
+    }
     let (row, taken) = (values.len() / shape[0].max(1), shape[1..].iter().product::<usize>());
-    match values {
-        BatchValues::U8(bytes, palette) => {
-            Tensor::from_vec(pixel_lut::expand_bytes(palette, bytes), shape, &Device::Cpu)
+    let device = &Device::Cpu;
+    match (values, dtype) {
+        (BatchValues::U8(bytes, lut), DType::BF16) => {
+            Tensor::from_vec(pixel_lut::expand_bytes::<bf16>(lut, bytes), shape, device)
         }
-        BatchValues::F32(values) => Tensor::from_slice(values, shape, &Device::Cpu),
-        BatchValues::U32(values) if taken == row => Tensor::from_slice(values, shape, &Device::Cpu),
-        BatchValues::U32(values) => {
+        (BatchValues::U8(bytes, lut), DType::F16) => {
+            Tensor::from_vec(pixel_lut::expand_bytes::<f16>(lut, bytes), shape, device)
+        }
+        (BatchValues::U8(bytes, lut), _) => {
+            Tensor::from_vec(pixel_lut::expand_bytes::<f32>(lut, bytes), shape, device)?.to_dtype(dtype)
+        }
+        (BatchValues::F32(values), DType::BF16) => Tensor::from_vec(rounded::<bf16>(values), shape, device),
+        (BatchValues::F32(values), DType::F16) => Tensor::from_vec(rounded::<f16>(values), shape, device),
+        (BatchValues::F32(values), _) => Tensor::from_slice(values, shape, device)?.to_dtype(dtype),
+        (BatchValues::U32(values), _) if taken == row => Tensor::from_slice(values, shape, device),
+        (BatchValues::U32(values), _) => {
             let mut all = Vec::with_capacity(shape[0] * taken);
             values.chunks_exact(row.max(1)).for_each(|row| all.extend_from_slice(&row[..taken]));
-            Tensor::from_vec(all, shape, &Device::Cpu)
+            Tensor::from_vec(all, shape, device)
         }
     }
 }

@@ -3,8 +3,8 @@
 #[cfg(feature = "cuda")]
 mod gpu;
 
-use super::cpu;
 use super::parallel::{ParallelChunks, ParallelItems};
+use super::{Elem, cpu};
 use crate::base::features::PixelLut;
 
 /// Pixels per parallel chunk.
@@ -13,10 +13,11 @@ const CHUNK: usize = 1 << 14;
 #[cfg(feature = "cuda")]
 pub use gpu::expand;
 
-/// The values of `bytes`, channels last: the reference, and the CPU kernel.
-pub fn expand_bytes(lut: &PixelLut, bytes: &[u8]) -> Vec<f32> {
-    let mut values = cpu::uninit::<f32>(bytes.len());
-    let tables = lut.tables.as_slice();
+/// The values of `bytes`, channels last, rounded to `T`: the reference, and the CPU kernel.
+pub fn expand_bytes<T: Elem<Acc = f32>>(lut: &PixelLut, bytes: &[u8]) -> Vec<T> {
+    let mut values = cpu::uninit::<T>(bytes.len());
+    let tables: Vec<[T; 256]> = lut.tables.iter().map(|table| table.map(T::from_acc)).collect();
+    let tables = tables.as_slice();
     let chunk = CHUNK * tables.len().max(1);
     values.par_chunks_mut(chunk).zip(bytes.par_chunks(chunk)).for_each(|(values, bytes)| match tables {
         [grey] => lookup_pixels([grey], values, bytes),
@@ -30,7 +31,7 @@ pub fn expand_bytes(lut: &PixelLut, bytes: &[u8]) -> Vec<f32> {
 }
 
 /// A constant channel count keeps bounds checks out of the loop.
-fn lookup_pixels<const C: usize>(tables: [&[f32; 256]; C], values: &mut [f32], bytes: &[u8]) {
+fn lookup_pixels<T: Copy, const C: usize>(tables: [&[T; 256]; C], values: &mut [T], bytes: &[u8]) {
     for (values, bytes) in values.chunks_exact_mut(C).zip(bytes.chunks_exact(C)) {
         for c in 0..C {
             values[c] = tables[c][bytes[c] as usize];
@@ -40,6 +41,7 @@ fn lookup_pixels<const C: usize>(tables: [&[f32; 256]; C], values: &mut [f32], b
 
 #[cfg(test)]
 mod tests {
+    use half::bf16;
     use proptest::prelude::*;
 
     use super::*;
@@ -63,7 +65,9 @@ mod tests {
             let (palette, bytes) = (test_lut(channels), bytes(pixels * channels, seed));
             let wanted: Vec<f32> =
                 bytes.iter().enumerate().map(|(i, b)| palette.tables[i % channels][*b as usize]).collect();
-            prop_assert!(expand_bytes(&palette, &bytes) == wanted);
+            prop_assert!(expand_bytes::<f32>(&palette, &bytes) == wanted);
+            let rounded: Vec<bf16> = wanted.iter().map(|v| bf16::from_f32(*v)).collect();
+            prop_assert!(expand_bytes::<bf16>(&palette, &bytes) == rounded);
         }
     }
 
@@ -79,7 +83,7 @@ mod tests {
         for (channels, pixels) in [(1, 1), (3, 4095), (3, 70_000), (4, 12_345), (2, 4096)] {
             let (palette, bytes) = (test_lut(channels), bytes(pixels * channels, 1));
             let wanted =
-                Tensor::from_vec(expand_bytes(&palette, &bytes), (pixels, channels), &device).unwrap();
+                Tensor::from_vec(expand_bytes::<f32>(&palette, &bytes), (pixels, channels), &device).unwrap();
             let tables = Tensor::from_slice(palette.tables.as_flattened(), (channels, 256), &device).unwrap();
             let bytes = Tensor::from_vec(bytes, (pixels, channels), &device).unwrap();
             for dtype in [DType::F32, DType::BF16, DType::F16] {

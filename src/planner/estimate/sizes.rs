@@ -61,11 +61,11 @@ pub(super) fn master_dtype_bytes(dtype: DType) -> u64 {
     if dtype == DType::F64 { 8 } else { 4 }
 }
 
-/// Bytes of a micro-batch as tensors. On the CPU, floats arrive as f32 and are rounded afterwards.
+/// Bytes of a micro-batch as tensors.
 pub fn batch_bytes(features: &Features, spec: MicroBatchSpec) -> u64 {
-    let value = match (&features.input, spec.backend.on_gpu()) {
-        (InputSpec::Floats { .. }, true) => spec.dtype.size_in_bytes(),
-        (InputSpec::Floats { .. } | InputSpec::Tabular { .. } | InputSpec::Tokens { .. }, _) => 4,
+    let value = match &features.input {
+        InputSpec::Floats { .. } => spec.dtype.size_in_bytes(),
+        InputSpec::Tabular { .. } | InputSpec::Tokens { .. } => 4,
     };
     let sample_key_bytes = if spec.backend.on_gpu() { sample_keys::sample_info_bytes(spec.batch) } else { 0 };
     (spec.batch * (value * features.input_len() + 4 * features.target_len()) + sample_key_bytes) as u64
