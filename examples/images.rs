@@ -19,7 +19,7 @@ const BATCH: usize = 32;
 /// Converts the bytes of a batch to the normalised values that a model takes, and returns the number of images.
 fn normalise_batch(batch: &HostBatch) -> usize {
     if let BatchValues::U8(bytes, tables) = &batch.inputs {
-        std::hint::black_box(pixel_lut::expand_bytes(tables, bytes));
+        std::hint::black_box(pixel_lut::expand_bytes::<f32>(tables, bytes));
     }
     batch.ids.len()
 }

@@ -143,8 +143,8 @@ proptest! {
         let mut bytes = vec![99; out[0] * out[1] * channels];
         pipeline.apply(image, key(sample), &mut Scratch::default(), &mut SliceMut::U8(&mut bytes)).unwrap();
         let palette = pipeline.palette().unwrap();
-        let expanded = trainer_engine::kernels::pixel_lut::expand_bytes(&palette, &bytes);
-            prop_assert_eq!(expanded, run(&pipeline, size, &pixels, key(sample)));
+        let expanded: Vec<f32> = trainer_engine::kernels::pixel_lut::expand_bytes(&palette, &bytes);
+        prop_assert_eq!(expanded, run(&pipeline, size, &pixels, key(sample)));
         let jitter = ColorJitter { brightness: 0.1, ..ColorJitter::default() };
         let coloured = pipeline.clone().augmented(Augmentation { jitter, ..augment.clone() }).unwrap();
         prop_assert!(coloured.palette().is_none());
