@@ -22,7 +22,7 @@ const LOADER_STACK_BYTES: u64 = 96 << 10;
 
 /// Fragmentation: freed small blocks that the C library keeps between live ones and at the top of its heap, and the
 /// unused ends of the pages of large buffers. Beyond this it is trimmed, see [`resident_limit`].
-const FRAGMENTATION_BYTES: u64 = 3 << 19;
+const FRAGMENTATION_BYTES: u64 = 4 << 19;
 
 /// The process part is rounded up to this, so that `trainer plan` and the run, which measures again, mostly agree.
 const GRANULARITY: u64 = 1 << 19;
