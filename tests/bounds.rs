@@ -23,6 +23,9 @@ use crate::harness::{
 const MAX_OVERESTIMATE: f64 = 0.05;
 const SMALL_JOB_BYTES: u64 = 64 * MIB;
 const MAX_OVERESTIMATE_SMALL: u64 = 16 * MIB;
+/// How much more than that a job takes that tests the percentage. A plan has room for the same code in every build, of
+/// which a job in a debug build uses less at once.
+const ABOVE_SMALL: u64 = if cfg!(debug_assertions) { 20 * MIB } else { 4 * MIB };
 
 /// What a run reported and the system measured, in bytes.
 #[derive(Clone, Debug)]
@@ -374,7 +377,7 @@ fn just_above_small(job: &MatrixJob) -> Option<Vec<String>> {
             keys.iter().zip([batch, batch, 2 * batch]).map(|(key, n)| format!("{key}={n}")).collect();
         let args: Vec<&str> = overrides.iter().flat_map(|key| ["--set", key]).collect();
         let peak = plan(folder.path(), &args)["peak"]["ram_bytes"].as_u64().unwrap();
-        if peak >= SMALL_JOB_BYTES + 4 * MIB {
+        if peak >= SMALL_JOB_BYTES + ABOVE_SMALL {
             return (peak < SMALL_JOB_BYTES * 3 / 2).then_some(overrides);
         }
         batch += batch.div_ceil(4);

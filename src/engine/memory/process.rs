@@ -13,7 +13,7 @@ use crate::base::proc_status::{exact_resident, proc_status};
 
 /// How much code and constants of the program may be resident: little less than training, evaluation and checkpoints
 /// touch.
-const MAX_CODE_BYTES: u64 = if cfg!(debug_assertions) { 8 << 20 } else { 19 << 19 };
+const MAX_CODE_BYTES: u64 = 19 << 19;
 
 /// Stack and thread-local memory that a thread touches: one that computes, besides the buffers of kernels, and one that
 /// loads data, which decodes images.
