@@ -144,10 +144,10 @@ impl<E: AmxElem> Operand for PatchRows<'_, E> {
             return unsafe { self.pack_taps(&origins[..rows], inner, to) };
         }
         let mut line = [E::from_acc(0.0); MAX_LINE];
-        for i in 0..TILE_DIM {
+        for (i, origin) in origins.into_iter().enumerate() {
             let mut at = 0;
             for run in self.runs(inner.clone()).take(if i < rows { usize::MAX } else { 0 }) {
-                self.copy_run(origins[i], run, &mut line[at..at + run.len]);
+                self.copy_run(origin, run, &mut line[at..at + run.len]);
                 at += run.len;
             }
             // Rows past the last, and values past the end of a patch, pack as zeros.
