@@ -26,6 +26,8 @@ pub struct ToyShards {
     records: Arc<AtomicU64>,
     /// Records that fail to be read, and records that fail to decode.
     bad: (Vec<u64>, Vec<u64>),
+    /// Called before a shard is opened.
+    on_open: Box<dyn Fn(u32) + Send + Sync>,
 }
 
 /// Shards of the given record counts, cut into blocks of at most `most` bytes.
@@ -51,7 +53,7 @@ pub fn toy_shards(records: &[u64], most: u64, packed: bool) -> ToyShards {
     }
     let features = Features::new(InputSpec::Floats { shape: vec![2] }, TargetSpec::Values { len: 1 });
     let (opens, records, bad) = Default::default();
-    ToyShards { features, blocks, shards, packed, opens, records, bad }
+    ToyShards { features, blocks, shards, packed, opens, records, bad, on_open: Box::new(|_| ()) }
 }
 
 struct ToyShardReader {
@@ -95,6 +97,7 @@ impl ShardedDataset for ToyShards {
     }
 
     fn open(&self, shard: u32) -> Result<Box<dyn ShardReader>, DataError> {
+        (self.on_open)(shard);
         self.opens.lock().unwrap().push(shard);
         let bytes = Cursor::new(self.shards[shard as usize].clone());
         let bytes: Box<dyn Read + Send> =
@@ -315,30 +318,9 @@ fn a_shard_that_changed_is_reported() {
 
 #[test]
 fn a_reader_that_panics_ends_nobody_else() {
-    struct PanickingShards(ToyShards);
-    impl ShardedDataset for PanickingShards {
-        fn features(&self) -> &Features {
-            &self.0.features
-        }
-        fn blocks(&self) -> &[RecordBlock] {
-            &self.0.blocks
-        }
-        fn open(&self, shard: u32) -> Result<Box<dyn ShardReader>, DataError> {
-            assert!(shard != 1, "shard 1 is broken");
-            self.0.open(shard)
-        }
-        fn decode(
-            &self,
-            record: &[u8],
-            index: u64,
-            key: SampleKey,
-            into: &mut BatchRow<'_>,
-        ) -> Result<(), DataError> {
-            self.0.decode(record, index, key, into)
-        }
-    }
-    let source: Arc<dyn Dataset> =
-        Arc::new(StreamingDataset::new(Arc::new(PanickingShards(toy_shards(&[20, 20], 60, false))), 100));
+    let mut shards = toy_shards(&[20, 20], 60, false);
+    shards.on_open = Box::new(|shard| assert!(shard != 1, "shard 1 is broken"));
+    let source: Arc<dyn Dataset> = Arc::new(StreamingDataset::new(Arc::new(shards), 100));
     let order = Order::for_dataset(source.as_ref(), 5, 1, false, 100).unwrap();
     let reading = LoaderOptions { micro_batch: 5, max_bytes: 1000, workers: 3, skip_bad: false };
     let mut loader = Loader::start(source.clone(), order, Default::default(), 8, reading).unwrap();
@@ -353,40 +335,20 @@ fn a_reader_that_panics_ends_nobody_else() {
 /// The window moves on while a thread that needs a later block reads an earlier one: no shard is left half read.
 #[test]
 fn a_moving_window_keeps_the_shards_in_order() {
-    struct MovingWindow {
-        toy: ToyShards,
-        source: OnceLock<Weak<StreamingDataset>>,
-    }
-    impl ShardedDataset for MovingWindow {
-        fn features(&self) -> &Features {
-            self.toy.features()
+    let reader: Arc<OnceLock<Weak<StreamingDataset>>> = Arc::default();
+    let (opened_by, mut shards) = (reader.clone(), toy_shards(&[4, 4], 1, false));
+    shards.on_open = Box::new(move |shard| {
+        assert!(thread::current().name() != Some("data-ahead"), "only the test reads");
+        if shard == 0 {
+            opened_by.get().and_then(Weak::upgrade).unwrap().prefetch((1..8).collect());
         }
-        fn blocks(&self) -> &[RecordBlock] {
-            self.toy.blocks()
-        }
-        fn open(&self, shard: u32) -> Result<Box<dyn ShardReader>, DataError> {
-            assert!(thread::current().name() != Some("data-ahead"), "only the test reads");
-            if shard == 0 {
-                self.source.get().and_then(Weak::upgrade).unwrap().prefetch((1..8).collect());
-            }
-            self.toy.open(shard)
-        }
-        fn decode(
-            &self,
-            record: &[u8],
-            index: u64,
-            key: SampleKey,
-            into: &mut BatchRow<'_>,
-        ) -> Result<(), DataError> {
-            self.toy.decode(record, index, key, into)
-        }
-    }
-    let shards = Arc::new(MovingWindow { toy: toy_shards(&[4, 4], 1, false), source: OnceLock::new() });
+    });
+    let shards = Arc::new(shards);
     let source = Arc::new(StreamingDataset::new(shards.clone(), 1000));
-    shards.source.set(Arc::downgrade(&source)).unwrap();
+    reader.set(Arc::downgrade(&source)).unwrap();
     source.prefetch((0..8).collect());
     for index in [6, 2] {
         assert_eq!(read(source.as_ref(), index).unwrap()[0], index as f32);
     }
-    assert_eq!(*shards.toy.opens.lock().unwrap(), [0, 1]);
+    assert_eq!(*shards.opens.lock().unwrap(), [0, 1]);
 }

@@ -34,8 +34,8 @@ const SUMS_COLUMNS: usize = COLUMN_PANELS * TILE_DIM;
 /// Smallest M, N and K that pay for the packing.
 const MIN_DIM: usize = 48;
 
-/// Bytes of stack that [`GemmSlice::compute`] takes, with the line of a patch that it packs. A function touches every page of so large a frame when it is
-/// entered, however small the GEMM is.
+/// Bytes of stack that [`GemmSlice::compute`] takes, with the line of a patch that it packs. A function touches every
+/// page of so large a frame when it is entered, however small the GEMM is.
 pub(super) const STACK_BYTES: usize = MAX_ROW_PANELS * MAX_PANEL_TILES * TILE_BYTES
     + 2 * size_of::<PanelAccumulators>()
     + MAX_LINE * size_of::<f32>();
