@@ -97,7 +97,7 @@ impl CheckArgs {
     }
 }
 
-/// Most columns of the names; the value of a longer one stands below it.
+/// Maximum width of the names in columns; the value of a longer name goes on the next line.
 const MAX_NAME: usize = 24;
 
 /// Names and values in two columns, broken to a width.
@@ -116,7 +116,7 @@ fn aligned(rows: &[(String, String)], width: Option<usize>) -> Vec<String> {
     lines.into_iter().flat_map(|line| broken(line, width, indent)).collect()
 }
 
-/// A line of a word that is wider than the space for it, such as the name of a column, broken to the width.
+/// Breaks a line in the middle of a word if that is wider than the terminal, such as the name of a table column.
 fn broken(line: String, width: usize, indent: usize) -> Vec<String> {
     if console::measure_text_width(&line) <= width {
         return vec![line];
@@ -136,7 +136,7 @@ fn broken(line: String, width: usize, indent: usize) -> Vec<String> {
     lines
 }
 
-/// A warning, if parameters are frozen as they are initialized at random.
+/// A warning, if frozen parameters have random initial values.
 fn frozen_at_random(setup: &Setup) -> Option<String> {
     let random = setup.num_trained() < setup.num_parameters() && setup.job.train.init.is_none();
     random

@@ -172,7 +172,7 @@ impl ExportArgs {
         self.finish(&summary, common)
     }
 
-    /// The ranges of the activations, if they are quantized, and what is to be said about their samples.
+    /// The ranges of the activations, if they are quantized, and notes about the samples they come from.
     fn activations(
         &self,
         model: &mut TrainedModel,
@@ -257,8 +257,8 @@ impl ExportArgs {
     }
 }
 
-/// Refuses to replace what is read: `output` must not contain the model, the teacher or the initial weights of its run,
-/// and lie in no folder of their checkpoints.
+/// Refuses to overwrite an input: `output` must not contain the model, or the teacher or initial weights of its run,
+/// nor be in a folder of their checkpoints.
 pub(super) fn check_output(output: &Path, model: &TrainedModel) -> Result<(), CliError> {
     let target = resolved(output);
     let teacher = model.job.distill.as_ref().map(|distill| &distill.teacher);

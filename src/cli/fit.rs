@@ -179,7 +179,7 @@ impl FitArgs {
         // outside.
         let outcome = rayon::scope(|_| train::run::fit(job, options, make_reporter));
         if let Some((folder, _)) = run_lock.as_ref().filter(|_| report) {
-            // The plan does not count the page: it takes what the run has freed.
+            // The plan does not count the report page: it uses memory that the run has freed.
             pressure::release_to_os();
             write_report(folder, common.quiet);
         }
@@ -228,7 +228,7 @@ impl FitArgs {
         words.iter().map(|word| shell_quoted(&word.to_string_lossy())).collect::<Vec<_>>().join(" ")
     }
 
-    /// What a second signal, or one before the run has begun, leaves on the screen.
+    /// What the process prints when a second signal, or one before the run has begun, ends it.
     fn last_words(
         &self,
         common: &CommonArgs,

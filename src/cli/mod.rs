@@ -349,7 +349,7 @@ pub fn start_threads() -> Result<(), CliError> {
 fn handle_clap_error(mut error: clap::Error, args: &[OsString]) -> Exit {
     let hint = usage_hint(&error, args);
     if let Some(ContextValue::StyledStrs(mut tips)) = error.remove(ContextKind::Suggested) {
-        // Nothing that looks like a flag is meant as a job or a run.
+        // Do not suggest `--` before a flag: nobody means one as a job or a run.
         tips.retain(|tip| !tip.to_string().starts_with("to pass "));
         if !tips.is_empty() {
             error.insert(ContextKind::Suggested, ContextValue::StyledStrs(tips));

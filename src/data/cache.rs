@@ -1,4 +1,4 @@
-//! On-disk cache of what is expensive to derive from data files: row offsets, statistics, token ids.
+//! On-disk cache of data that is expensive to derive from data files: row offsets, statistics, token ids.
 //!
 //! An entry is one file. Its name holds the entry kind and a key: a hash of the source files and of the settings that
 //! shaped the entry. An entry is complete or absent: the writer writes a temporary file and renames it, and stores a

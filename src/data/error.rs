@@ -30,7 +30,7 @@ pub enum DataError {
     #[error("{set} has no samples: {why}")]
     NoSamples { set: String, why: String },
 
-    /// A set that is left without samples by how the data is split, or is too short for one.
+    /// A set without samples because of how the data is split, or too short for one sample.
     #[error("{set} has no samples: {why}")]
     TooSmall { set: String, why: String },
 

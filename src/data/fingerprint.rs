@@ -53,7 +53,7 @@ pub struct SourceFingerprint {
     pub stat: String,
     /// Hash of the content of every file, and of its name if the name decides the class.
     pub content: String,
-    /// Files that changed, came or went since they were last hashed; the first few.
+    /// Files that were changed, added or removed since they were last hashed; the first few.
     #[serde(skip)]
     changed: Vec<String>,
 }
@@ -180,7 +180,8 @@ fn hash_all(
             changed.borrow_mut().push(name);
         }
     };
-    // Rows of a table move freely: the table has changed, and that its images came or went is no news.
+    // Images of a table are not reported as added or removed: the table itself changed, and its rows may be in any
+    // order.
     let lists_names = !matches!(input.kind, InputKind::Table(..));
     let mut gone = |name: &[u8]| {
         if lists_names {

@@ -45,7 +45,7 @@ pub struct TrainedShape {
 }
 
 impl TrainedShape {
-    /// Of the training images in `images`; reads the header only.
+    /// The shape of the training images in `images`; reads the header only.
     pub fn of(images: &Path) -> Result<Self, DataError> {
         let shape = IdxArray::open_images(images)?.image_shape();
         Ok(Self { images: images.to_owned(), shape: shape.to_vec() })

@@ -51,10 +51,10 @@ pub enum LabelLists {
     Bracketed,
 }
 
-/// Whether the distinct values of a column are lists of labels: a separator that no name has stands between parts of a
-/// value, as in `a|b`; or most parts of the values that contain a comma are parts of two values at least, as in `a,b`,
-/// `b,c`, `a`, `c`, or in `a,b`, `a`, `b`. Names have spaces too: with these, all parts must be, and the values are
-/// combinations of few.
+/// Whether the distinct values of a column are lists of labels. `|` and `;` do not occur in names, so one value such as
+/// `a|b` is enough. Names may contain the other separators: then most parts of the values with a separator must occur
+/// in at least two values, as in `a,b`, `b,c`, `a`, `c`. With spaces all parts must, and the values must be
+/// combinations of few parts.
 pub fn detect<'a>(values: impl Iterator<Item = &'a str> + Clone) -> Option<LabelLists> {
     let bracketed = |value: &str| value.starts_with('[') && value.ends_with(']');
     let filled = values.clone().filter(|value| !value.trim().is_empty());

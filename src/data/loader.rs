@@ -13,7 +13,7 @@ use std::{
     ops::{Deref, Range},
     sync::{
         Arc, Condvar, Mutex, MutexGuard, PoisonError,
-        atomic::{AtomicU64, Ordering},
+        atomic::{AtomicBool, Ordering},
     },
     thread::{self, JoinHandle},
     time::{Duration, Instant},
@@ -49,19 +49,30 @@ pub struct WaitTimes {
     pub for_buffers: Duration,
 }
 
-/// Maximum bytes a loader holds at once: as many batches of `micro_batch` samples as fit into `limit`, but at least
-/// one, and at most what is useful: per worker one batch being filled and one ready, plus two for the consumer.
-pub fn max_held_bytes(features: &Features, micro_batch: usize, limit: u64, workers: usize) -> u64 {
+/// Maximum bytes a loader holds at once that delivers `batches`: as many batches of `micro_batch` samples as fit into
+/// `limit`, but at least one, and at most what is useful: per worker one batch being filled and one ready, plus two for
+/// the consumer.
+pub fn max_held_bytes(
+    features: &Features,
+    micro_batch: usize,
+    limit: u64,
+    workers: usize,
+    batches: u64,
+) -> u64 {
     let size = buffer_bytes(features, micro_batch);
-    let useful = 2 * workers.max(1) as u64 + 2;
+    let useful = (2 * workers.max(1) as u64 + 2).min(batches.max(1));
     (limit / size).clamp(1, useful).saturating_mul(size)
 }
 
-/// Initial and maximum number of buffers.
-fn initial_depth(features: &Features, micro_batch: usize, limit: u64, workers: usize) -> PrefetchDepth {
-    let max_depth =
-        max_held_bytes(features, micro_batch, limit, workers) / buffer_bytes(features, micro_batch);
-    PrefetchDepth::new(workers as u64, max_depth)
+/// Batches of so many updates, if each has `samples`.
+pub fn num_batches(updates: u64, samples: u64, micro_batch: usize) -> u64 {
+    updates.saturating_mul(samples.div_ceil(micro_batch.max(1) as u64))
+}
+
+/// Batches of a loader from this cursor on, at most.
+fn remaining_batches(order: &Order, from: Cursor, end_update: u64, micro_batch: usize) -> u64 {
+    let samples = order.samples_per_update().min(order.samples());
+    num_batches(end_update.saturating_sub(from.update), samples, micro_batch)
 }
 
 fn buffer_bytes(features: &Features, micro_batch: usize) -> u64 {
@@ -81,8 +92,6 @@ pub struct Loader {
 pub struct BatchGuard {
     /// `Some` until dropped.
     batch: Option<HostBatch>,
-    batch_bytes: u64,
-    generation: u64,
     shared: Arc<LoaderShared>,
 }
 
@@ -91,6 +100,7 @@ struct LoaderShared {
     order: Order,
     /// Exclusive end of the updates to read.
     end_update: u64,
+    micro_batch: usize,
     skip_bad: bool,
     state: Mutex<LoaderState>,
     /// Wakes workers: there may be a span to claim, or they must stop.
@@ -99,17 +109,13 @@ struct LoaderShared {
     batch_ready: Condvar,
     /// Wakes workers that wait to enter the next window.
     window_advanced: Condvar,
-    /// Mirrors `LoaderState::generation`. Workers check it between samples to abandon stale work without taking the
-    /// lock.
-    generation: AtomicU64,
+    /// Workers check it between samples, without taking the lock.
+    stop: AtomicBool,
 }
 
 struct LoaderState {
-    /// Incremented by every restart; results of an older generation are discarded.
-    generation: u64,
     /// The next sample to claim.
     cursor: Cursor,
-    micro_batch: usize,
     /// Bytes of one buffer, and the limit for all of them.
     batch_bytes: u64,
     max_bytes: u64,
@@ -121,7 +127,7 @@ struct LoaderState {
     free_buffers: Vec<HostBatch>,
     /// Spans claimed but not delivered, oldest first; `None` while a span is being filled.
     queue: VecDeque<Option<Result<HostBatch, DataError>>>,
-    /// Spans delivered in this generation, which is also the sequence number of the front of the queue.
+    /// Spans delivered, which is also the sequence number of the front of the queue.
     delivered: u64,
     in_flight: usize,
     /// The window each worker reads in, and the window last announced to the dataset.
@@ -129,7 +135,6 @@ struct LoaderState {
     announced_window: Option<ShuffleWindow>,
     /// Workers claim nothing after an error.
     failed: bool,
-    stop: bool,
 }
 
 impl Loader {
@@ -152,13 +157,15 @@ impl Loader {
         }
         let LoaderOptions { micro_batch, max_bytes: limit, workers, skip_bad } = options;
         let workers = workers.max(1);
+        let features = dataset.features();
+        let batches = remaining_batches(&order, from, end_update, micro_batch);
+        let batch_bytes = buffer_bytes(features, micro_batch);
+        let max_bytes = max_held_bytes(features, micro_batch, limit, workers, batches);
         let state = LoaderState {
-            generation: 0,
             cursor: order.canonicalize(from),
-            micro_batch: micro_batch.max(1),
-            batch_bytes: buffer_bytes(dataset.features(), micro_batch),
-            max_bytes: max_held_bytes(dataset.features(), micro_batch, limit, workers),
-            depth: initial_depth(dataset.features(), micro_batch, limit, workers),
+            batch_bytes,
+            max_bytes,
+            depth: PrefetchDepth::new(workers as u64, max_bytes / batch_bytes),
             buffer_starved: false,
             held_bytes: 0,
             peak_bytes: 0,
@@ -169,18 +176,18 @@ impl Loader {
             worker_windows: vec![None; workers],
             announced_window: None,
             failed: false,
-            stop: false,
         };
         let shared = Arc::new(LoaderShared {
             dataset,
             order,
             end_update,
+            micro_batch: micro_batch.max(1),
             skip_bad,
             state: Mutex::new(state),
             work_available: Condvar::new(),
             batch_ready: Condvar::new(),
             window_advanced: Condvar::new(),
-            generation: AtomicU64::new(0),
+            stop: AtomicBool::new(false),
         });
         let (last_wait, waits) = (Duration::ZERO, WaitTimes::default());
         let mut loader = Loader { shared, threads: Vec::new(), max_bytes: limit, last_wait, waits };
@@ -193,8 +200,8 @@ impl Loader {
     }
 
     /// Returns the next batch, or `None` after the last one; blocks until it is ready. An error is returned at its
-    /// position in the order, and again by every later call until a restart.
-    #[allow(clippy::should_implement_trait)] // fallible, and usable again after a restart
+    /// position in the order, and again by every later call.
+    #[allow(clippy::should_implement_trait)] // fallible
     pub fn next(&mut self) -> Result<Option<BatchGuard>, DataError> {
         let start = Instant::now();
         let shared = &self.shared;
@@ -210,13 +217,7 @@ impl Loader {
                         let ready = state.queue.iter().take_while(|done| matches!(done, Some(Ok(_)))).count();
                         state.depth.on_ready_delivery(ready as u64);
                     }
-                    let (size, generation) = (state.batch_bytes, state.generation);
-                    break Ok(Some(BatchGuard {
-                        batch,
-                        batch_bytes: size,
-                        generation,
-                        shared: Arc::clone(shared),
-                    }));
+                    break Ok(Some(BatchGuard { batch, shared: Arc::clone(shared) }));
                 }
                 Some(None) => {}
                 None if state.cursor.update >= shared.end_update => break Ok(None),
@@ -260,42 +261,12 @@ impl Loader {
         let shared = &self.shared;
         self.max_bytes = self.max_bytes.min(limit);
         let mut state = shared.lock();
-        state.max_bytes =
-            max_held_bytes(shared.dataset.features(), state.micro_batch, self.max_bytes, self.threads.len());
+        let allowed = (self.max_bytes / state.batch_bytes).max(1).saturating_mul(state.batch_bytes);
+        state.max_bytes = state.max_bytes.min(allowed);
         let depth_limit = state.max_bytes / state.batch_bytes;
         state.depth.lower_max(depth_limit);
         state.trim();
         state.held_bytes.max(state.max_bytes)
-    }
-
-    /// Restarts at `from` with another micro-batch size. Prefetched batches are discarded and freed before new buffers
-    /// are allocated. Batches that the consumer holds count until they are dropped.
-    pub fn restart(&mut self, from: Cursor, micro_batch: usize) {
-        let shared = &self.shared;
-        let features = shared.dataset.features();
-        let mut state = shared.lock();
-        state.generation += 1;
-        shared.generation.store(state.generation, Ordering::Relaxed);
-        // The wait below releases the lock. `failed` keeps workers from claiming spans meanwhile.
-        state.failed = true;
-        shared.window_advanced.notify_all();
-        while state.in_flight > 0 {
-            state = shared.batch_ready.wait(state).unwrap_or_else(PoisonError::into_inner);
-        }
-        let unused =
-            state.free_buffers.len() + state.queue.iter().filter(|done| matches!(done, Some(Ok(_)))).count();
-        state.held_bytes -= unused as u64 * state.batch_bytes;
-        state.free_buffers.clear();
-        state.queue.clear();
-        state.delivered = 0;
-        state.announced_window = None;
-        state.cursor = shared.order.canonicalize(from);
-        state.micro_batch = micro_batch.max(1);
-        state.batch_bytes = buffer_bytes(features, micro_batch);
-        state.max_bytes = max_held_bytes(features, micro_batch, self.max_bytes, self.threads.len());
-        state.depth = initial_depth(features, micro_batch, self.max_bytes, self.threads.len());
-        state.failed = false;
-        shared.work_available.notify_all();
     }
 
     /// Maximum bytes held at once so far.
@@ -306,8 +277,10 @@ impl Loader {
 
 impl Drop for Loader {
     fn drop(&mut self) {
-        self.shared.lock().stop = true;
-        self.shared.generation.store(u64::MAX, Ordering::Relaxed);
+        // Under the lock, so that no worker is between its check and its wait.
+        let state = self.shared.lock();
+        self.shared.stop.store(true, Ordering::Relaxed);
+        drop(state);
         self.shared.work_available.notify_all();
         self.shared.window_advanced.notify_all();
         for thread in self.threads.drain(..) {
@@ -332,13 +305,8 @@ impl Deref for BatchGuard {
 impl Drop for BatchGuard {
     fn drop(&mut self) {
         let mut state = self.shared.lock();
-        match self.batch.take() {
-            Some(batch) if self.generation == state.generation => {
-                state.free_buffers.push(batch);
-                state.trim();
-            }
-            _ => state.held_bytes -= self.batch_bytes,
-        }
+        state.free_buffers.extend(self.batch.take());
+        state.trim();
         drop(state);
         self.shared.work_available.notify_one();
     }
@@ -378,14 +346,14 @@ impl LoaderShared {
     fn run_worker(&self, worker: usize) {
         let mut state = self.lock();
         loop {
-            if state.stop {
+            if self.stops() {
                 return;
             }
             if !state.may_claim(self.end_update) {
                 state = self.work_available.wait(state).unwrap_or_else(PoisonError::into_inner);
                 continue;
             }
-            let (generation, rows) = (state.generation, state.micro_batch);
+            let rows = self.micro_batch;
             let (span, next) = self.order.take(state.cursor, rows as u64);
             state.cursor = next;
             let sequence = state.delivered + state.queue.len() as u64;
@@ -402,19 +370,17 @@ impl LoaderShared {
 
             let filled = buffer
                 .map_or_else(|| HostBatch::with_capacity(self.dataset.features(), rows), Ok)
-                .and_then(|batch| self.fill(batch, span, window_ranges, generation, worker));
+                .and_then(|batch| self.fill(batch, span, window_ranges, worker));
 
             state = self.lock();
             self.set_worker_window(&mut state, worker, None);
             state.in_flight -= 1;
-            if filled.is_err() || state.generation != generation {
+            if filled.is_err() {
                 state.held_bytes -= state.batch_bytes;
+                state.failed = true;
             }
-            if state.generation == generation {
-                state.failed |= filled.is_err();
-                let index = (sequence - state.delivered) as usize;
-                state.queue[index] = Some(filled);
-            }
+            let index = (sequence - state.delivered) as usize;
+            state.queue[index] = Some(filled);
             self.batch_ready.notify_one();
         }
     }
@@ -433,28 +399,31 @@ impl LoaderShared {
         }
     }
 
-    /// Waits until `window` is at most one past that of the slowest worker, or `generation` is stale. The windows of a
-    /// span ascend, so the slowest worker never waits.
-    fn wait_for_window(&self, worker: usize, window: ShuffleWindow, generation: u64) {
+    /// Waits until `window` is at most one past that of the slowest worker, or the loader stops. The windows of a span
+    /// ascend, so the slowest worker never waits.
+    fn wait_for_window(&self, worker: usize, window: ShuffleWindow) {
         let mut state = self.lock();
         let may = |state: &LoaderState| {
             let others = state.worker_windows.iter().enumerate().filter(|(other, _)| *other != worker);
             let oldest = others.filter_map(|(_, at)| *at).min();
             oldest.is_none_or(|oldest| window <= self.order.next_window(oldest))
         };
-        while self.generation.load(Ordering::Relaxed) == generation && !may(&state) {
+        while !self.stops() && !may(&state) {
             state = self.window_advanced.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
         self.set_worker_window(&mut state, worker, Some(window));
     }
 
-    /// Reads the samples of `span`. Returns early, with arbitrary content, once `generation` is stale.
+    fn stops(&self) -> bool {
+        self.stop.load(Ordering::Relaxed)
+    }
+
+    /// Reads the samples of `span`. Returns early, with arbitrary content, once the loader stops.
     fn fill(
         &self,
         mut batch: HostBatch,
         span: SampleSpan,
         window_ranges: Vec<(ShuffleWindow, Range<u64>)>,
-        generation: u64,
         worker: usize,
     ) -> Result<HostBatch, DataError> {
         let features = self.dataset.features();
@@ -465,10 +434,10 @@ impl LoaderShared {
         let mut row = 0;
         for (window, positions) in window_ranges {
             if self.order.has_windows() {
-                self.wait_for_window(worker, window, generation);
+                self.wait_for_window(worker, window);
             }
             for id in self.order.ids(span.epoch, positions) {
-                if self.generation.load(Ordering::Relaxed) != generation {
+                if self.stops() {
                     return Ok(batch);
                 }
                 batch.ids[row] = id;

@@ -1,4 +1,4 @@
-//! What a model needs to know of its data to be used without it: the shape of a sample, the columns of a table, the
+//! What a model needs to know about its data to be used without it: the shape of a sample, the columns of a table, the
 //! chat template. Checkpoints keep it, beside the job and the tokenizer.
 
 use std::io;

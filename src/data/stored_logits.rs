@@ -1,5 +1,5 @@
-//! A file with the logits of a teacher for every sample, compressed: of each row of logits (a sample's, or those of one
-//! of its positions) the largest, as class and 16-bit logit, and the log-sum-exp of the others.
+//! A file with a teacher's logits for every sample, compressed. For each row of logits (that of a sample, or of one of
+//! its positions) it holds the largest, as class and 16-bit logit, and the log-sum-exp of the others.
 //!
 //! Samples have the same size and are in order, so that a sample is one positioned read.
 
@@ -22,7 +22,7 @@ pub struct LogitFormat {
     pub top_k: usize,
     /// Rows per sample.
     pub positions: usize,
-    /// What the sum of the others was computed at.
+    /// Temperature of the log-sum-exp of the others.
     pub temperature: f64,
 }
 
@@ -31,9 +31,9 @@ pub struct LogitFormat {
 pub struct TopRows {
     /// The classes kept, ascending in each row.
     pub classes: Vec<u32>,
-    /// Their logits, less the largest of the row.
+    /// Their logits, minus the largest of the row.
     pub logits: Vec<f32>,
-    /// Log-sum-exp of the other logits over the temperature, less the largest over the temperature: one per row.
+    /// Log-sum-exp of the other logits over the temperature, minus the largest over the temperature: one per row.
     pub rest: Vec<f32>,
 }
 
@@ -85,7 +85,7 @@ impl LogitFormat {
 
     fn encode_row(&self, logits: &[f32], row: &mut [u8]) {
         let mut top: Vec<u32> = Vec::with_capacity(self.top_k);
-        // The place in `top` of its least logit; of equal ones, the last.
+        // Index in `top` of its smallest logit; the highest class on ties.
         let mut least = 0;
         for (class, logit) in logits.iter().enumerate() {
             if top.len() < self.top_k {
@@ -112,7 +112,7 @@ impl LogitFormat {
             }
         }
         let rest = match logits.iter().any(|logit| logit.is_nan()) {
-            // The loss shows it.
+            // NaN, so that the loss becomes NaN too.
             true => f64::NAN,
             false => others.ln().max(LEAST_REST),
         };
@@ -123,7 +123,7 @@ impl LogitFormat {
         }
         for (class, into) in top.iter().zip(values.chunks_mut(2)) {
             let logit = logits[*class as usize] - most;
-            // A NaN stays one.
+            // NaN stays NaN.
             let logit = if logit < f16::MIN.to_f32() { f16::MIN } else { f16::from_f32(logit) };
             into.copy_from_slice(&logit.to_le_bytes());
         }
@@ -202,7 +202,7 @@ mod tests {
         (folder, stored)
     }
 
-    /// The softmax of what is read is that of the logits, with all other classes as one.
+    /// The softmax of the rows read equals that of the logits, with all other classes as one.
     #[test]
     fn probabilities_are_those_of_the_logits() {
         let (samples, positions, temperature) = (5usize, 3usize, 2.5);

@@ -1,4 +1,4 @@
-//! What in the data may make a run pointless without being an error: a single class, imbalance, classes without
+//! Warnings about data that may make a run pointless without being an error: a single class, imbalance, classes without
 //! samples, identifiers among the inputs, samples in both sets.
 //!
 //! A dataset reports what it knows as lines of [`Dataset::describe`] named [`WARNING`]; comparing the two sets reads a

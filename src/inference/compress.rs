@@ -35,21 +35,21 @@ const SPARSITIES: [f64; 3] = [0.0, 0.5, 0.8];
 /// Samples that activations are calibrated on.
 const CALIBRATION_SAMPLES: u64 = 512;
 
-/// What is searched for.
+/// The goal of the search, and its inputs.
 pub struct CompressRequest<'a> {
     /// How many times smaller, gzipped.
     pub target: SizeRatio,
     /// How much worse the metric may be.
     pub max_loss: f64,
     pub validation: &'a Arc<dyn Dataset>,
-    /// What the ranges of activations are found on.
+    /// Samples from which the ranges of activations are calibrated.
     pub calibration: &'a Arc<dyn Dataset>,
     pub session: &'a SessionOptions,
     /// A folder for files that are removed afterwards.
     pub scratch: &'a Path,
 }
 
-/// A variant, and what it came to.
+/// A variant and its results.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Variant {
     /// How many times fewer parameters its layers of lower rank leave; absent if all layers are as in the model.
@@ -292,7 +292,7 @@ fn sizes(files: &[PathBuf]) -> Result<(u64, u64), ExportError> {
     Ok(sizes)
 }
 
-/// The variant that loses least among those that are small and good enough; of equal ones the smallest.
+/// The variant with the smallest loss among those that are small and good enough; the smallest on ties.
 fn choose(variants: &[Variant], target: SizeRatio, max_loss: f64) -> Option<usize> {
     let meets =
         |(_, variant): &(usize, &Variant)| variant.ratio >= target.value() && variant.loss <= max_loss;

@@ -19,7 +19,7 @@ use crate::train::validation_metrics::{score_error, target_bytes, target_rows};
 /// Memory for scores; more go to a temporary file.
 const SCORE_BYTES: u64 = 64 << 20;
 
-/// What errors call the data.
+/// The name of the data in errors.
 const SET: &str = "the data to evaluate";
 
 pub struct Evaluation {

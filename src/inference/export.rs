@@ -3,8 +3,8 @@
 //! `hf` is a folder that transformers or torchvision opens, `safetensors` the weights beside a description, `gguf` a
 //! file for llama.cpp, `onnx` a graph for ONNX Runtime, `tflite` one for LiteRT. Takes an [`ExportSource`], writes one
 //! tensor at a time into a temporary folder and renames it when it is complete. [`read_back`] decodes what was written
-//! to the parameters it stands for, so that the caller can evaluate it. Refuses a kind of model that a format has no
-//! form for.
+//! to the parameters it stands for, so that the caller can evaluate it. Refuses kinds of models that a format cannot
+//! represent.
 
 mod block_sizes;
 mod comparison;
@@ -87,10 +87,10 @@ pub struct ImagePreprocessing {
 /// A trained model.
 #[derive(Clone, Debug)]
 pub struct ExportSource<'a> {
-    /// What to call the model; the name of its run.
+    /// Name of the model: that of its run.
     pub name: &'a str,
     pub model: &'a ModelConfig,
-    /// What makes its layers smaller.
+    /// Low rank and pruned units, which make its layers smaller.
     pub reductions: Reductions,
     pub features: &'a Features,
     /// Safetensors with the weights under the names of the parameters.
@@ -110,7 +110,7 @@ pub struct ExportSource<'a> {
     pub kept: Option<&'a Preprocessing>,
     /// The ranges of its activations, for an export in 8-bit integers.
     pub activations: Option<&'a ActivationQuantization>,
-    /// The scales of matrices whose values are those of the format already.
+    /// The scales of matrices that are already rounded to the blocks of the format.
     pub scales: Option<&'a BlockScales>,
     /// Updates that the model was trained for.
     pub step: u64,
@@ -143,7 +143,7 @@ impl<'a> ExportSource<'a> {
         }
     }
 
-    /// The scales of a parameter's blocks, (outputs, blocks), if it is rounded already.
+    /// The scales of a parameter's blocks, (outputs, blocks), if it is already rounded.
     fn scales(&self, param: &str) -> Option<&'a [BlockScale]> {
         self.scales?.get(param).map(Vec::as_slice)
     }
@@ -217,7 +217,7 @@ pub struct ExportSummary {
     pub bytes: u64,
     /// Bytes of the weights that were exported.
     pub source_bytes: u64,
-    /// What differs from what was asked, such as tensors of another type.
+    /// What differs from the request, such as tensors of another type.
     pub notes: Vec<String>,
     /// What [`compare`] gives; empty if the export was not evaluated.
     pub comparison: Vec<MetricComparison>,

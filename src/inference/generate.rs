@@ -2,8 +2,8 @@
 //!
 //! Takes prompts as tokens, gives tokens as they are chosen. Sequences share passes: as many at once as the plan has
 //! slots, and a sequence that ends makes place for the next prompt. A prompt that begins like what a slot has cached
-//! (the next turn of a chat) continues from there. What a sequence becomes depends on its prompt and the seed, not on
-//! the sequences beside it, but for the rounding of sums.
+//! (the next turn of a chat) continues from there. The text of a sequence depends on its prompt and the seed, not on
+//! the sequences beside it, except for the rounding of sums.
 
 mod chat;
 pub mod continuation;
@@ -253,7 +253,7 @@ impl<'a> Generator<'a> {
                 .collect();
             let mut logits = match self.run_pass(&rows) {
                 Ok(logits) => logits,
-                // The pass changed nothing that counts: the same positions in smaller pieces.
+                // A failed pass has advanced no sequence: repeat the same positions in smaller chunks.
                 Err(StepError::Oom(_)) if prefill && self.plan.chunk > 1 => {
                     self.plan.chunk /= 2;
                     continue;

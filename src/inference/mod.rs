@@ -1,4 +1,4 @@
-//! Using what was trained: evaluation, prediction, generation and export, without the training data.
+//! Uses of a trained model: evaluation, prediction, generation and export, without the training data.
 //!
 //! Takes a run, a checkpoint or an exported folder ([`trained_model`]), loads its weights within a memory budget
 //! ([`session`]) and computes. Shares the network, the walk and the ledger with training.

@@ -40,7 +40,7 @@ use crate::train::tensor_files::load_views;
 /// Bytes of batches that the loader prepares ahead.
 const PREFETCH_BYTES: u64 = 16 << 20;
 
-/// Where a session computes, and within what.
+/// Where a session computes, and within which memory.
 #[derive(Clone)]
 pub struct SessionOptions {
     /// `None` for the CPU.
@@ -172,7 +172,7 @@ impl Unloaded {
             PassOutput::Metrics => drop(self.network.evaluate(&exec, None, false)),
             PassOutput::Logits => {
                 drop(self.network.logits(&exec, None));
-                // The copy in f32 that is read on the host.
+                // The f32 copy that the host reads.
                 let values = batch * self.network.loss.outputs_per_sample();
                 drop(ledger.reserve(Role::Activations, "outputs", 4 * values as u64));
             }
@@ -192,12 +192,9 @@ impl Unloaded {
         let values = self.layout.params.len as u64 * self.dtype.size_in_bytes() as u64;
         let weights_bytes = values + 4 * self.layout.stats.len as u64;
         let pass_bytes = self.pass_bytes(features, batch, output);
-        let data_bytes = resident_data + loader::max_held_bytes(features, batch, PREFETCH_BYTES, workers);
-        let packing = match self.backend {
-            Backend::Cpu { threads } => threads as u64 * matmul::thread_buffer_bytes(self.dtype),
-            Backend::Reference { .. } | Backend::Cuda { .. } => 0,
-        };
-        let process_bytes = process.non_heap + process.leftover_heap + PROGRAM_HEAP_BYTES + packing;
+        let data_bytes =
+            resident_data + loader::max_held_bytes(features, batch, PREFETCH_BYTES, workers, u64::MAX);
+        let process_bytes = process.non_heap + process.leftover_heap + PROGRAM_HEAP_BYTES;
         let host = data_bytes + process_bytes;
         let (vram_bytes, ram_bytes) = match self.backend.on_gpu() {
             true => {
@@ -229,7 +226,7 @@ impl Session {
         output: PassOutput,
         options: &SessionOptions,
     ) -> Result<Self, Failure> {
-        // Points read activations on the host.
+        // Quantization points read activations on the host.
         let on_cpu = SessionOptions { gpu: None, reference: false, ..options.clone() };
         let options = if matches!(model.points, ActivationPoints::None) { options } else { &on_cpu };
         // Samples to be predicted have no target, and the model has the outputs that it was trained with.
@@ -299,8 +296,8 @@ impl Session {
         self.for_samples(dataset, samples, false, visit)
     }
 
-    /// The same for `samples` of `dataset`, or all if it has fewer, in an order of the job's seed, to calibrate on. A
-    /// bad record fails it or is left out, as `loading` says; returns how many were left out.
+    /// The same for `samples` samples of `dataset`, or all if it has fewer, drawn by the job's seed, for calibration. A
+    /// bad record is an error or is left out, as `loading` says. Returns how many were left out.
     pub fn for_some_batches(
         &self,
         dataset: Arc<dyn Dataset>,

@@ -132,8 +132,8 @@ impl TrainedModel {
         &self.preprocessing.features
     }
 
-    /// Whether it was trained with `quantize.training`, and has the ranges of its activations: an export is a model in
-    /// floats, or has points of its own.
+    /// Whether it was trained with `quantize.training` and has the ranges of its activations. An export does not count:
+    /// it is a model in floats, or brings its own points.
     pub fn quantizes(&self) -> bool {
         self.origin == Origin::Checkpoint && self.job.quantizes()
     }

@@ -3,7 +3,7 @@
 use crate::base::features::TargetSpec;
 use crate::metrics::softmax;
 
-/// Takes the outputs of the views one after the other, and gives those of the sample.
+/// Takes the outputs of the views one after the other and returns the averaged outputs of the sample.
 pub struct ViewMean {
     views: u64,
     averaged: Averaged,

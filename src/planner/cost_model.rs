@@ -18,7 +18,7 @@ pub struct CostModel {
     /// The optimizer step, with the stated optimizer state and with 8-bit state, if there is such a variant.
     pub update: f64,
     pub update_8bit: f64,
-    /// Copying that state to the host and back, both directions overlapped.
+    /// Copying the optimizer state to the host and back, with both directions overlapped.
     pub state_transfer: f64,
     pub state_transfer_8bit: f64,
     /// Bytes per second between device and host.

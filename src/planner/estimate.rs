@@ -51,6 +51,8 @@ pub struct EstimatorInputs<'a> {
     pub process: ProcessMemory,
     /// Threads of the loader.
     pub workers: usize,
+    /// Updates of the run.
+    pub updates: u64,
     /// Samples per update at most. A micro-batch rounded up to whole normalization groups may exceed it.
     pub update_samples: u64,
     pub valid_samples: u64,
@@ -70,9 +72,10 @@ impl EstimatorInputs<'_> {
         self.backend.on_gpu()
     }
 
-    /// Bytes the loader holds for micro-batches of this size.
-    fn loader_bytes(&self, micro_batch: usize, prefetch: u64) -> u64 {
-        loader::max_held_bytes(self.features, micro_batch, prefetch, self.workers)
+    /// Bytes the loader holds for micro-batches of this size, of so many updates of `samples`.
+    fn loader_bytes(&self, micro_batch: usize, prefetch: u64, (updates, samples): (u64, u64)) -> u64 {
+        let batches = loader::num_batches(updates, samples, micro_batch);
+        loader::max_held_bytes(self.features, micro_batch, prefetch, self.workers, batches)
     }
 
     /// An allocation where memory of its role resides if nothing is offloaded.
@@ -305,11 +308,10 @@ impl<'a> Estimator<'a> {
             false => (params, 0),
         };
         let packing = match s.backend {
-            Backend::Cpu { threads } => threads as u64 * matmul::thread_buffer_bytes(s.dtype),
             Backend::Reference { on_gpu: false } => {
                 rayon::current_num_threads() as u64 * matmul::gemm_buffer_bytes()
             }
-            Backend::Cuda { .. } | Backend::Reference { on_gpu: true } => 0,
+            Backend::Cpu { .. } | Backend::Cuda { .. } | Backend::Reference { on_gpu: true } => 0,
         };
         let average_bytes = if s.job.train.ema.is_some() { trained * master_bytes } else { 0 };
         let rule = s.optimizer.of_kind(exec_plan.optimizer);
@@ -372,7 +374,7 @@ impl<'a> Estimator<'a> {
         let mut all: Vec<Allocation> =
             self.persistent_allocations(exec_plan).into_iter().filter(is_held).collect();
         all.push(s.allocation(Role::Weights, TEACHER, s.teacher_bytes));
-        let prefetch = s.loader_bytes(batch, exec_plan.prefetch);
+        let prefetch = s.loader_bytes(batch, exec_plan.prefetch, (1, s.train_samples));
         all.push(s.allocation(Role::DataPipeline, "prefetch", prefetch));
         if let Some(format) = s.stored_logits {
             let computed = 4 * (batch * format.positions * format.classes) as u64;
@@ -408,7 +410,7 @@ impl<'a> Estimator<'a> {
         let mut persistent = self.persistent_allocations(exec_plan);
         // A run asks the loader for no more samples than the training set has.
         let samples = exec_plan.micro_batch.min(s.train_samples as usize);
-        let prefetch = s.loader_bytes(samples, exec_plan.prefetch);
+        let prefetch = s.loader_bytes(samples, exec_plan.prefetch, (s.updates, s.update_samples));
         persistent.push(s.allocation(Role::DataPipeline, "prefetch", prefetch));
         if s.on_device() {
             // Staging buffers for the larger of the training and evaluation micro-batches, on both sides.
@@ -458,7 +460,7 @@ impl<'a> Estimator<'a> {
                 parts
             }
             (Phase::Eval, Some(batch)) => {
-                let bytes = s.loader_bytes(batch, exec_plan.prefetch);
+                let bytes = s.loader_bytes(batch, exec_plan.prefetch, (1, s.valid_samples));
                 vec![
                     s.allocation(Role::DataPipeline, "evaluation prefetch", bytes),
                     s.allocation(Role::DataPipeline, EVALUATION_METRICS, s.eval_metric_bytes),

@@ -1,5 +1,5 @@
-//! How a job runs: what the planner chooses, the estimator predicts, events report, a run carries out and shrinks when
-//! memory is short, and checkpoints keep. Which samples an update has does not depend on it.
+//! How a job runs. The planner chooses an execution plan, the estimator predicts its memory, a run executes it and
+//! shrinks it when memory is short, and events and checkpoints record it. It never decides which samples an update has.
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Deserializer, Serialize};

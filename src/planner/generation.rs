@@ -14,7 +14,6 @@ use crate::base::{Backend, MicroBatchSpec, Role};
 use crate::graph::decoding::{DecodingError, DecodingNetwork};
 use crate::graph::network::Executor;
 use crate::job::{ModelConfig, Reductions};
-use crate::kernels::matmul;
 use crate::kernels::rotary::Rotary;
 use crate::memory::Ledger;
 use crate::models::{self, BuiltModel, ModelError};
@@ -152,8 +151,8 @@ impl GenerationInputs<'_> {
         ledger.peak()
     }
 
-    /// Bytes of the logits of `rows` sequences on the host, and of the candidates that are drawn from; 0 on a GPU,
-    /// whose memory this is not.
+    /// Host bytes for sampling: the logits of `rows` sequences and the candidates that are drawn from. 0 on a GPU,
+    /// whose plan does not count host memory.
     pub fn sampling_bytes(&self, rows: usize) -> u64 {
         let threads = match self.backend {
             Backend::Cpu { threads } => threads.min(rows),
@@ -174,8 +173,7 @@ impl GenerationInputs<'_> {
         let decode = self.network(1, slots, capacity, None)?;
         let prefill = self.network(chunk, slots, capacity, None)?;
         let gemm = match self.backend {
-            Backend::Cpu { threads } => threads as u64 * matmul::thread_buffer_bytes(self.dtype),
-            Backend::Reference { on_gpu: false } => 0,
+            Backend::Cpu { .. } | Backend::Reference { on_gpu: false } => 0,
             Backend::Cuda { .. } | Backend::Reference { on_gpu: true } => {
                 GEMM_WORKSPACE_BYTES + SMALL_ALLOCATION_BYTES
             }

@@ -1,4 +1,4 @@
-//! What a trained model takes to predict one sample: for models that a job makes smaller, and for their teachers.
+//! What it takes a trained model to predict one sample: for models that a job makes smaller, and for their teachers.
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};

@@ -29,7 +29,7 @@ use client::Client;
 use sqlite::SqliteStore;
 use tracked_run::{MetricPoint, RunStatus, TrackedRun, TrackingStore, allowed_key};
 
-/// Events on their way to the thread.
+/// Maximum events queued for the thread.
 const QUEUE: usize = 64;
 /// Metrics sent at a time; a server takes 1000 items.
 const MAX_BATCH: usize = 500;
@@ -37,7 +37,7 @@ const MAX_BATCH: usize = 500;
 const MAX_VALUE: usize = 500;
 /// Metrics that wait for the store.
 const MAX_PENDING: usize = 2048;
-/// Sent when so few places are left: an event has fewer metrics.
+/// A batch is sent when fewer places than this are left; no event has as many metrics.
 const BATCH_MARGIN: usize = 256;
 /// Time between two batches, and the longest time between two attempts.
 const INTERVAL: Duration = Duration::from_secs(2);

@@ -16,7 +16,7 @@ use crate::train::profile::{BlockOffload, KernelProfile, NodeProfile, Profile, T
 /// Nodes and blocks that the tables list without `--verbose`, the slowest first.
 const MAX_LISTED: usize = 12;
 
-/// Share of the time or of the peak from which something is a hotspot.
+/// Fraction of the time or of the peak from which on something is a hotspot.
 const HOTSPOT: f64 = 0.1;
 
 fn milliseconds(seconds: f64) -> String {
@@ -165,7 +165,7 @@ fn block_table(profile: &Profile) -> Vec<String> {
     lines
 }
 
-/// What takes a large share of the time or of the peak, and what could be done.
+/// What takes a large fraction of the time or of the peak, and what could be done about it.
 pub fn hotspots(profile: &Profile) -> Vec<String> {
     let share = |part: f64, whole: f64| text::percent(part, whole);
     let mut found = Vec::new();
@@ -264,8 +264,8 @@ pub fn trace(profile: &Profile) -> Value {
     json!({ "traceEvents": events, "displayTimeUnit": "ms" })
 }
 
-/// Spans with their start and end in whole nanoseconds, in order: each is within the one around it, or after it.
-/// Readers drop spans that overlap others in part, as rounding would make some do.
+/// Spans with their start and end in whole nanoseconds, in order. Any two are nested or disjoint: trace viewers drop
+/// spans that overlap in part, which rounding would cause.
 fn nested(spans: &[TimelineSpan]) -> Vec<(&TimelineSpan, i64, i64)> {
     let nanoseconds = |seconds: f64| (1e9 * seconds).round() as i64;
     let times = |span: &TimelineSpan| (nanoseconds(span.start_s), nanoseconds(span.start_s + span.seconds));
@@ -274,9 +274,10 @@ fn nested(spans: &[TimelineSpan]) -> Vec<(&TimelineSpan, i64, i64)> {
     spans.sort_by_key(|(_, start, end)| (*start, std::cmp::Reverse(*end)));
     let (mut around, mut latest) = (Vec::<i64>::new(), i64::MIN);
     for (_, start, end) in &mut spans {
-        // One that was moved to the end of another moves those within it.
+        // If a span was moved to the end of another, the spans within it move too.
         *start = latest.max(*start);
-        // A span that begins in the last nanosecond of one that it outlasts begins after it.
+        // A span that starts in the last nanosecond of another and outlasts it overlaps only by rounding: start it
+        // after that one.
         while let Some(outer) =
             around.pop_if(|outer| *outer <= *start || (*outer - 1 == *start && *outer < *end))
         {

@@ -49,7 +49,7 @@ struct Screen<W> {
     drawn: Option<usize>,
     /// Step of the last plain progress line, and when it was shown.
     last_line: Option<(u64, f64)>,
-    /// The answer to a signal was given.
+    /// Whether the line that answers a signal was printed.
     answered: bool,
 }
 

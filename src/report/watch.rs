@@ -231,7 +231,7 @@ fn remaining(summary: &Summary) -> Option<f64> {
     (summary.steps > 0).then(|| summary.elapsed_s * left as f64 / summary.steps as f64)
 }
 
-/// What an event says to people who watch.
+/// The line that an event gets on the screen; `None` if it gets none.
 fn message_line(record: &EventRecord, run: &RunHistory) -> Option<String> {
     let text = match &record.event {
         Event::Started { device, version, .. } => format!("start  on {device}, version {version}"),

@@ -31,7 +31,7 @@ pub fn plan(setup: &Setup, machine: &TargetMachine) -> Result<MemoryPlan, Failur
     for candidate in fastest_candidates(&search) {
         match time_updates(setup, Ledgers::new(setup, machine.ram, None), candidate.exec_plan) {
             Ok(seconds) => measured.push((candidate, seconds)),
-            // It runs out of memory after all.
+            // Predicted to fit, but it runs out of memory: not a candidate.
             Err(Failure::OutOfMemory { .. }) => {}
             Err(failure) => return Err(failure),
         }

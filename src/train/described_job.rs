@@ -1,5 +1,5 @@
-//! The job in `model.json`, the description that every export has, checked as the file of a job is: people edit
-//! descriptions, and what builds a model relies on the ranges of the keys.
+//! The job in `model.json`, the description that every export has. It is checked like a job file: people edit
+//! descriptions, and building a model relies on the ranges of the keys.
 
 use std::path::Path;
 
@@ -13,7 +13,7 @@ pub const DESCRIPTION: &str = "model.json";
 /// Tables that only training reads: they may be of an earlier version or of a build with other features.
 const OF_TRAINING: [&str; 6] = ["checkpoint", "distill", "log", "optimizer", "schedule", "stop"];
 
-/// What contradictions are refused in: the model, its data, and what makes its layers smaller.
+/// Keys among which contradictions are refused: the model, its data, and what makes its layers smaller.
 const CONSISTENT: [&str; 4] = ["data", "lowrank.ranks", "model", "prune.kept"];
 
 /// The job of the description of the export in `folder`, or why it cannot be used. The files that it names need not
@@ -22,7 +22,7 @@ pub fn described_job(description: &Value, folder: &Path) -> Result<Job, String> 
     let unreadable = |error: String| format!("the job in `{DESCRIPTION}` cannot be read: {error}");
     let job: Job =
         serde_json::from_value(description["job"].clone()).map_err(|error| unreadable(error.to_string()))?;
-    // A description may have what TOML cannot: for `Job::to_toml` that is a bug.
+    // A description may hold values that TOML cannot represent; in `Job::to_toml` that would be a bug.
     let text = toml::to_string(&job).map_err(|error| unreadable(error.to_string()))?;
     let Err(errors) = Job::parse(&text, &folder.join(DESCRIPTION), &[]) else { return Ok(job) };
     let problems: Vec<String> = errors.0.iter().filter(|error| is_of_model(error)).map(describe).collect();

@@ -3,7 +3,7 @@
 //! Prints nothing and decides nothing: an out-of-memory error (OOM) is a value for the caller. Every tensor that
 //! lives as long as the run is reserved in the ledger here, before it is allocated.
 
-// What an engine does on a GPU only. Builds without CUDA have the same interface with nothing behind it.
+// The GPU-only parts of an engine. Builds without CUDA have the same interface, without function.
 #[cfg(feature = "cuda")]
 mod gpu;
 #[cfg(not(feature = "cuda"))]
@@ -257,12 +257,12 @@ impl<'a> Engine<'a> {
         self.gpu.take_capture_event(step)
     }
 
-    /// Why the run ends without an outcome of a capture, as an event; `None` if it was reported or need not be.
+    /// Why the run ends without a capture outcome, as an event; `None` if an outcome was reported or none was due.
     pub fn no_graph_event(&self, step: u64) -> Option<Event> {
         self.gpu.no_graph_event(step)
     }
 
-    /// The error that made evaluations do without cuDNN, once.
+    /// The error that disabled cuDNN for evaluations, once.
     pub fn take_cudnn_failure(&self) -> Option<String> {
         self.gpu.take_cudnn_failure()
     }
@@ -461,8 +461,8 @@ impl<'a> Engine<'a> {
         Ok(())
     }
 
-    /// Reserves what pruning and rounding after update `step` take. Comes before the update, which an OOM must leave
-    /// undone.
+    /// Reserves what pruning and rounding after update `step` take. Call it before the update: after an OOM here, the
+    /// update must not have been applied.
     pub fn reserve_compression(&self, step: u64) -> Result<Vec<Reservation>, StepError> {
         let (layout, backend) = (&self.setup.layout, self.setup.backend());
         let mut parts = vec![(&self.ledger, QUANTIZATION, rounding_bytes(&layout.params, backend))];

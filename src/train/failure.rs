@@ -108,7 +108,7 @@ pub enum Failure {
     DataChanged(Vec<String>),
     #[error("{} of `{}` are free, and its {what} need {}", Bytes(*free), folder.display(), Bytes(*needed))]
     DiskTooSmall { folder: PathBuf, free: u64, needed: u64, what: &'static str },
-    /// A job that was shortened below what is trained.
+    /// The job was shortened to fewer updates than the run has made.
     #[error("the run is at step {step}, and the job ends at step {total}")]
     BeyondEnd { step: u64, total: u64, key: &'static str },
     #[error("the job differs from that of the run to resume: {}", changes(.0))]

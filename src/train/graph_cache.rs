@@ -2,8 +2,8 @@
 //!
 //! A pass with a given [`PassKey`] allocates the same sizes in the same order every time. The cache traces its second
 //! pass and places its tensors in an arena; from the third on the pass runs there, and is captured and replayed if it
-//! can be. A pass holds its arena only while it runs: evaluations and passes with other keys use the memory in
-//! between, and a graph whose arena is free is replayed. Whatever fails along the way falls back to plain launches.
+//! can be. A pass holds its arena only while it runs: evaluations and passes with other keys use the memory in between,
+//! and a graph whose arena is free is replayed. Any failure falls back to plain launches.
 
 use std::cell::{Cell, RefCell};
 use std::sync::Arc;
@@ -48,7 +48,7 @@ pub struct GraphCache {
     entries: RefCell<Vec<PassEntry>>,
     outcome: RefCell<Option<CaptureOutcome>>,
     reported: Cell<bool>,
-    /// What kept the last training pass that was not captured from being captured.
+    /// Why the last training pass without a capture was not captured.
     no_graph: RefCell<NoGraph>,
 }
 

@@ -1,8 +1,8 @@
 //! The weights that a run starts from (`train.init`): those of another run, of a checkpoint, or of another tool.
 //!
-//! Tensors are matched by name; the factors of a layer of `[lowrank]` come from its whole weight, if that is
-//! there. What matched, what is new and what was left over is known from the headers of the files, before anything
-//! is allocated, and reported; nothing mismatches silently.
+//! Tensors are matched by name; the factors of a layer of `[lowrank]` come from its whole weight, if that is there.
+//! Which tensors matched, are new or were left over is known from the headers of the files, before anything is
+//! allocated, and is reported: no mismatch is silent.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
@@ -165,7 +165,7 @@ impl InitialWeights {
                     taken.insert(name.clone(), source);
                 }
                 Some(_) | None if auto && of_head(name) => report.new.push(name.clone()),
-                // The linear map to a teacher's features is no part of the model.
+                // The linear maps to a teacher's features are no part of the model.
                 Some(_) | None if name.starts_with(FEATURE_MAPS) => report.new.push(name.clone()),
                 Some(shape) => {
                     problems.push(format!("`{name}` has shape {shape:?} there and {:?} here", spec.shape));
@@ -173,8 +173,8 @@ impl InitialWeights {
                 None => problems.push(format!("it has no `{name}`")),
             }
         }
-        // Running statistics are there in full or not at all.
-        // The ranges of activations are found anew.
+        // Running statistics must be complete or absent. The ranges of activations are not loaded: training finds them
+        // again.
         let stats = layout.stats.iter().map(|(spec, _)| spec).filter(|spec| !spec.is_activation_range());
         let stats: Vec<&TensorSpec> = stats.collect();
         if stats.iter().any(|spec| self.files.places.contains_key(&spec.name)) {

@@ -62,7 +62,7 @@ pub fn resolve(job: &mut Job, features: &Features, ram: u64) -> Result<(), Failu
                 }
             }
         }
-        // Loading the job refused it.
+        // Refused when the job was loaded.
         (_, None) => return Ok(()),
     };
     if ranks.is_empty() {
@@ -82,9 +82,9 @@ pub fn keep_ranks(job: &mut Job, before: &serde_json::Value) {
     }
 }
 
-/// The layers that may be factorized. Layers that have factors are not factorized again, and those whose units
-/// are in `kept` stay whole: a factorized layer has no units to count. So do those that share a tensor with them, since
-/// the units of several convolutions of one block are found together.
+/// The layers that may be factorized. Factorized layers are not factorized again. Layers whose units are in `kept` stay
+/// whole, since a factorized layer has no units to count, and so do layers that share a unit tensor with them: the
+/// units of several convolutions of a block are selected together.
 pub fn factorizable(model: &ModelConfig, layout: &ParamLayout, kept: &UnitCounts) -> Vec<MatrixLayer> {
     let structures = [PruneStructure::Channels, PruneStructure::Heads];
     let groups: Vec<UnitGroup> =

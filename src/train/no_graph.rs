@@ -1,4 +1,4 @@
-//! Why the passes of a run on a GPU are not captured as CUDA graphs.
+//! Why the passes of a GPU run are not captured as CUDA graphs.
 
 /// A reason, for the event `cuda_graph_disabled`.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]

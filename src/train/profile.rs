@@ -30,8 +30,8 @@ pub struct Profile {
     pub unprofiled_update_s: f64,
     /// Whether those updates may run as CUDA graphs, as in a run. Profiled ones never do: a graph runs as a whole.
     pub graphs: bool,
-    /// What a profiled update takes beyond an unprofiled one: the time of taking its timestamps, and of launching what
-    /// a graph has ready. Each time in the profile is without its share, in proportion to the timestamps taken in it.
+    /// What a profiled update takes beyond an unprofiled one: the time of taking timestamps, and of launches that a
+    /// graph would save. It is subtracted from each time in the profile, in proportion to the timestamps taken in it.
     pub overhead_s: f64,
     /// Timestamps per update.
     pub timestamps: u64,
@@ -151,11 +151,11 @@ pub fn profile(
         |graphs| TrialUpdates::start(setup, ledgers.clone(), plan.chosen, graphs, WARM_UPS + 2 * updates);
     let mut trial = start(false)?;
     let device = setup.device();
-    // A failure of the device shows where the next tensor is read.
+    // A device failure surfaces when the next tensor is read.
     let wait_for_device = || drop(device.synchronize());
     let clock = Clock::of(&device);
-    // What the host takes to enqueue an update, without its wait for data: the device is kept busy for as long before
-    // one is measured.
+    // The time that the host takes to enqueue an update, without waiting for data. Before a measured update the device
+    // is kept busy for that long, so that the host is ahead of it.
     let warm_up = |trial: &mut TrialUpdates| -> Result<f64, Failure> {
         let mut head_start_s = f64::INFINITY;
         for _ in 0..WARM_UPS {
@@ -179,7 +179,7 @@ pub fn profile(
     let head_start_s = warm_up(&mut trial)?;
     let (mut recorded, mut unprofiled) = (Vec::new(), 0.0);
     for done in 0..updates {
-        // In turn, so that a processor that changes its speed does so for both.
+        // Alternate the two, so that changes of the clock frequency affect both.
         if !graphs {
             unprofiled += unprofiled_update(&mut trial, head_start_s)?;
         }
@@ -249,8 +249,8 @@ pub fn profile(
 /// in the third.
 const WARM_UPS: u64 = 3;
 
-/// Seconds that a timestamp and its record take on the host at most: beside other work the profiled updates may be
-/// slower than the others for any reason.
+/// Upper bound on the seconds that taking and recording a timestamp costs the host. On a busy machine, profiled updates
+/// may be slower for other reasons, which is no overhead of timestamps.
 fn max_timestamp_s() -> f64 {
     const TAKEN: usize = 64;
     const RECORD_FACTOR: f64 = 40.0;
@@ -264,7 +264,7 @@ fn max_timestamp_s() -> f64 {
     RECORD_FACTOR * (0..TAKEN).map(of_one).fold(f64::INFINITY, f64::min)
 }
 
-/// The host enqueues timestamps beside the kernels of an update.
+/// Factor on the head start of a profiled update, in which the host also enqueues timestamps.
 const PROFILED_HEAD_START: f64 = 2.0;
 
 /// A profiled update, before its times are known.
@@ -283,7 +283,7 @@ struct PartSpan {
 }
 
 impl RecordedUpdate {
-    /// On a time axis on which taking a timestamp takes no time, if each took `timestamp_s`.
+    /// The time axis without the cost of timestamps, if each took `timestamp_s`.
     fn time_axis(&self, timestamp_s: f64) -> TimeAxis {
         let ends = self.ends.iter().map(|(_, end)| end).chain([&self.end]);
         TimeAxis::new(&self.origin, ends.chain(self.nodes.timestamps()), timestamp_s)

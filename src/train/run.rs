@@ -93,9 +93,9 @@ pub fn run_plan(
     startup::report_start(&mut report, setup, &options, &folder, &plan)?;
     let graphs = startup::prepare_gpu(&mut report, setup, &options, &plan, &newest)?;
     measure::set_planned_peak(plan.peak.ram_bytes.saturating_sub(setup.process.non_heap));
-    // What the data took while it was prepared is no part of an update.
+    // Memory used while the data was prepared does not count for updates.
     measure::take_recent_peak();
-    // From here on a signal has something to finish.
+    // From here on a signal lets the run finish its update.
     options.signals.begin();
     let mut step = 0;
     let logits = logits.map_or(Ok(None), |logits| logits.open(setup, &options, exec_plan, &mut report));

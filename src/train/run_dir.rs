@@ -89,7 +89,7 @@ impl RunDir {
         self.root.join("checkpoints")
     }
 
-    /// The run of an MLflow server that this one is sent to.
+    /// The MLflow run that this run is sent to.
     pub fn mlflow(&self) -> PathBuf {
         self.root.join("mlflow.json")
     }
@@ -98,7 +98,7 @@ impl RunDir {
         self.root.join("tensorboard")
     }
 
-    /// The run as a page.
+    /// The report of the run as an HTML page.
     pub fn report(&self) -> PathBuf {
         self.root.join("report.html")
     }

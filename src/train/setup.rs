@@ -362,9 +362,21 @@ impl Setup {
         plan.micro_batch.min(self.datasets.train.len() as usize)
     }
 
-    /// Buffer bytes of the loader for micro-batches of this size, within `limit` bytes.
-    pub fn loader_bytes(&self, micro_batch: usize, limit: u64) -> u64 {
-        loader::max_held_bytes(self.features(), micro_batch, limit, self.workers)
+    /// Buffer bytes of the loader for micro-batches of this size, within `limit` bytes, in so many updates.
+    pub fn loader_bytes(&self, micro_batch: usize, limit: u64, updates: u64) -> u64 {
+        let batches = loader::num_batches(updates, self.update_samples(), micro_batch);
+        loader::max_held_bytes(self.features(), micro_batch, limit, self.workers, batches)
+    }
+
+    /// Buffer bytes of the loader of an evaluation, likewise.
+    pub fn eval_loader_bytes(&self, micro_batch: usize, limit: u64) -> u64 {
+        let batches = loader::num_batches(1, self.datasets.valid.len(), micro_batch);
+        loader::max_held_bytes(self.features(), micro_batch, limit, self.workers, batches)
+    }
+
+    /// Samples of an update at most.
+    pub fn update_samples(&self) -> u64 {
+        self.datasets.train.len().min(self.job.train.samples_per_update() as u64)
     }
 }
 

@@ -62,7 +62,7 @@ pub enum SignalSource {
     Supervisor,
 }
 
-/// What a process that a signal ends at once writes to stderr, whole lines.
+/// What a process writes to stderr when a signal ends it at once; whole lines.
 #[derive(Clone, Debug, Default)]
 pub struct LastWords {
     /// Before the run has begun, so that there is nothing to finish.

@@ -85,7 +85,7 @@ pub fn decide(
     }
 }
 
-/// What is known of a worker's death besides its signal.
+/// What is known about a worker's death besides its signal.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CrashEvidence {
     /// OOM kills by the kernel meanwhile, if it reports them.

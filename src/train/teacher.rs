@@ -131,7 +131,8 @@ impl Teacher {
         activation_dtype(self.precision, backend)
     }
 
-    /// What its logits depend on besides its weights: the types that it holds them and computes in.
+    /// What its logits depend on besides the values of its weights: the types that they are held in and that it
+    /// computes in.
     pub fn weight_format(&self, backend: Backend) -> String {
         format!("{}{:?}", if self.is_int8 { "int8 " } else { "" }, self.dtype(backend))
     }
@@ -198,7 +199,7 @@ impl Teacher {
     }
 }
 
-/// A blend of two classes is the student's target: a teacher has the logits of all classes.
+/// The teacher's features. With mixup the student's target is a blend of two classes; the teacher's is one class.
 fn teacher_features(features: &Features) -> Features {
     use crate::base::features::TargetSpec::{Class, MixedClass};
     let target = match &features.target {
@@ -245,7 +246,7 @@ fn check_data(its: &Preprocessing, dataset: &dyn Dataset) -> Result<(), String> 
     Ok(())
 }
 
-/// Checks that the teacher's job and this one make the same sample of a row.
+/// Checks that the teacher's job and this one turn a row into the same sample.
 fn check_table(its: &Preprocessing, its_job: &Job, dataset: &dyn Dataset, job: &Job) -> Result<(), String> {
     let (there, here) = (its.table.as_ref(), dataset.table_schema());
     let is_same = match (there, here, TableSource::of(its_job), TableSource::of(job)) {
@@ -322,7 +323,7 @@ fn check_tokenizer(folder: &Path, dataset: &dyn Dataset) -> Result<(), String> {
 mod tests {
     use super::*;
 
-    /// A preset is the numbers that it stands for, and one number those of all channels.
+    /// A preset equals its numbers, and one number stands for all channels.
     #[test]
     fn another_normalization_is_refused() {
         let job = |keys: &str| {

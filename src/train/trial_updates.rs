@@ -44,7 +44,7 @@ impl<'a> TrialUpdates<'a> {
     ) -> Result<Self, Failure> {
         let engine = Engine::new(setup, ledgers.clone(), plan, graphs && plan.offload.is_empty())?;
         let micro_batch = setup.loaded_batch(plan);
-        let prefetch_bytes = setup.loader_bytes(micro_batch, plan.prefetch);
+        let prefetch_bytes = setup.loader_bytes(micro_batch, plan.prefetch, most);
         let prefetch = ledgers.host.reserve(Role::DataPipeline, "prefetch", prefetch_bytes);
         let loader = Loader::start(
             setup.datasets.train.clone(),
@@ -56,8 +56,8 @@ impl<'a> TrialUpdates<'a> {
         Ok(Self { setup, engine, loader, count: 0, _prefetch: prefetch.map_err(StepError::Oom)? })
     }
 
-    /// Makes the next update, and does not wait for the device. `ended` is called at the end of each part: the next one
-    /// begins there.
+    /// Makes the next update without waiting for the device. Calls `ended` at the end of each part, which is where the
+    /// next one begins.
     pub fn next_update(&mut self, mut ended: impl FnMut(UpdatePart)) -> Result<(), Failure> {
         let (mut pending_sums, mut samples) = (Vec::new(), 0);
         while samples < self.setup.order.update(self.count).len() {

@@ -1,5 +1,5 @@
-//! Metrics of the validation set while a run trains: what the job requests, from the sums of the loss where they
-//! suffice and otherwise from the outputs of the model, in memory that the plan holds for them.
+//! Metrics of the validation set during training: those that the job requests, computed from the sums of the loss where
+//! these suffice and otherwise from the outputs of the model, in memory that the plan counts.
 
 use std::collections::BTreeMap;
 
@@ -15,7 +15,7 @@ use crate::metrics::detail::TaskDetail;
 use crate::metrics::task::{ScoreMemory, TargetRows, TaskSums, bits_per_byte};
 use crate::models::ModelError;
 
-/// Memory for scores during a run; more go to a temporary file.
+/// Bytes of prediction scores kept in memory during a run; the rest goes to a temporary file.
 const SCORE_BYTES: usize = 16 << 20;
 
 /// What an evaluation computes besides the loss.
@@ -67,7 +67,7 @@ impl RequestedMetrics {
         Ok(requested)
     }
 
-    /// Whether they, or the detail, follow from the outputs of the model only.
+    /// Whether the metrics, or the detail, need the outputs of the model.
     pub fn needs_outputs(&self) -> bool {
         self.detail || self.metrics.iter().any(|metric| metric.needs_outputs())
     }

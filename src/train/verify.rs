@@ -43,7 +43,7 @@ pub struct VerifyOptions {
     pub signals: Signals,
 }
 
-/// The most that two ways may differ, relative to what is compared.
+/// The largest allowed relative differences between two execution plans.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, JsonSchema)]
 pub struct Tolerance {
     pub losses: f64,
@@ -85,14 +85,15 @@ impl Tolerance {
     const NONE: Self = Self { losses: 0.0, gradients: 0.0, weights: 0.0 };
 }
 
-/// Other kernels round every sum of a pass differently; a change of the weights by [`compare::WEIGHT_CHANGE`] is about
-/// as much. So they may differ this many times as far as it moves the first update.
+/// Other kernels round every sum of a pass differently, which is about as much as a change of the weights by
+/// [`compare::WEIGHT_CHANGE`]. They may differ by this many times the effect of that change on the first update.
 const SENSITIVITY_FACTOR: f64 = 4.0;
 
-/// But not more than this, however sensitive a job is: a gradient that is missing differs by 1, one of the wrong sign by 2.
+/// Upper bound on that tolerance, however sensitive a job is: a missing gradient differs by 1, one of the wrong sign by
+/// 2.
 const MAX_TOLERANCE: f64 = 0.5;
 
-/// The largest difference of a kind.
+/// The largest difference of one kind of value.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, JsonSchema)]
 pub struct MaxDifference {
     /// Relative; 0 where every bit is equal.
@@ -103,14 +104,14 @@ pub struct MaxDifference {
     pub parameter: Option<String>,
 }
 
-/// One way of running, held against the way that was planned.
+/// One variant of the run, compared with the planned run.
 #[derive(Clone, Debug, PartialEq, Serialize, JsonSchema)]
 pub struct VariantResult {
     pub name: String,
     pub micro_batch: usize,
     pub accumulation_steps: usize,
     pub recompute: usize,
-    /// Has to be equal to the bit: the split is the same.
+    /// Must be bitwise equal, since the split is the same.
     pub exact: bool,
     pub losses: MaxDifference,
     pub gradients: MaxDifference,
@@ -128,12 +129,12 @@ pub struct VerifyReport {
     pub passed: bool,
     pub updates: u64,
     pub samples_per_update: usize,
-    /// The way that was planned, which all others are held against.
+    /// The split of the planned run, with which all variants are compared.
     pub reference: BatchSplit,
     pub losses: Vec<f64>,
     pub samples_digest: String,
     pub tolerance: Tolerance,
-    /// What limits the proof: said before it begins.
+    /// What the comparison cannot cover; stated before it begins.
     pub notes: Vec<String>,
     pub variants: Vec<VariantResult>,
 }
@@ -177,8 +178,8 @@ enum VariantKind {
 }
 
 impl VariantKind {
-    /// Whether values are computed differently, so that every update moves the runs further apart: they are compared at
-    /// the first.
+    /// Whether values are computed differently, so that the runs drift apart with every update: only the first is
+    /// compared.
     fn diverges(self) -> bool {
         matches!(self, Self::Candle | Self::Perturbed)
     }
@@ -224,7 +225,7 @@ fn verify_with(
     callback(VerifyEvent::Started {
         plan: &plan,
         notes: &notes,
-        // With candle, a perturbed one too.
+        // The candle variant comes with a perturbed one.
         updates: settings.updates * (variants.len() as u64 + 1) + u64::from(has_candle),
     });
     let _cleanup = RemoveDirOnDrop(&settings.folder);

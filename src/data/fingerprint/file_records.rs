@@ -1,5 +1,5 @@
-//! The hash of every file of one source, as the run that hashed it last left them in the cache: in the order in which
-//! the files are visited, which is that in which they are read again.
+//! The hash of every file of one source, as cached by the run that last hashed it. Records are in the order in which
+//! files are visited, so reading them is a forward pass.
 
 use std::collections::VecDeque;
 use std::fs::File;
@@ -63,8 +63,8 @@ impl FileRecords {
         self.ahead.pop_front()
     }
 
-    /// What was known of the file `name`. Files are asked for in the order in which they are visited; `gone` is called
-    /// with the names of those that were visited before it once, and not now.
+    /// The recorded state and hash of the file `name`. Call it in the order in which files are visited; `gone` gets the
+    /// names of recorded files before it that no longer exist.
     pub fn take(
         &mut self,
         name: &Path,
@@ -85,7 +85,7 @@ impl FileRecords {
         self.next().map(|record| (record.stat, record.hash))
     }
 
-    /// Calls `gone` with the names of all files that were visited after the last one that was asked for.
+    /// Calls `gone` with the names of all recorded files after the last one that was taken.
     pub fn finish(mut self, gone: &mut dyn FnMut(&[u8])) {
         while let Some(record) = self.next() {
             gone(&record.name);

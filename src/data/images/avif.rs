@@ -52,7 +52,7 @@ pub fn size(read_at: ReadAt) -> io::Result<Option<[usize; 2]>> {
 
 /// Decodes into `pixels`; returns the channels.
 pub fn decode(file: &[u8], size: [usize; 2], pixels: &mut Vec<u8>) -> Result<usize, String> {
-    // Properties of an item that would turn the image; the metadata precedes the data.
+    // Properties that rotate or mirror the image; the metadata precedes the data.
     let metadata = &file[..memchr::memmem::find(file, b"mdat").unwrap_or(file.len())];
     if [&b"irot"[..], b"imir"].iter().any(|kind| memchr::memmem::find(metadata, kind).is_some()) {
         return Err("it is an AVIF that its container rotates, which is not supported; convert it".into());
@@ -193,7 +193,7 @@ fn weights(matrix: MatrixCoefficients) -> (f32, f32) {
         MatrixCoefficients::BT470M => (0.30, 0.11),
         MatrixCoefficients::ST240M => (0.212, 0.087),
         MatrixCoefficients::BT2020NonConstantLuminance => (0.2627, 0.0593),
-        // What libavif takes where nothing is specified.
+        // libavif's default.
         _ => (0.299, 0.114),
     }
 }

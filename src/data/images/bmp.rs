@@ -162,7 +162,7 @@ fn for_each_run_pixel(
                 (column, row) = (column + usize::from(moved[0]), row + usize::from(moved[1]));
                 continue;
             }
-            // Values as they are, padded to two bytes.
+            // Literal values, padded to two bytes.
             [0, count] => {
                 let count = usize::from(count);
                 (count, next((count * bits).div_ceil(8).next_multiple_of(2))?)

@@ -1,4 +1,5 @@
-//! Labels of images that look like several each, as `red|round`: refused in tables, unless the job says what they are.
+//! Image labels that look like several labels in one, as `red|round`: refused in tables unless the job says how to read
+//! them.
 
 use std::path::PathBuf;
 
@@ -8,7 +9,7 @@ use crate::DataError;
 use crate::labels::{self, LabelLists};
 
 impl ImageFiles {
-    /// What separates labels that look like several each, and one of these, unless the job decides.
+    /// The separator of labels that look like several in one, and an example; `None` if the job decides.
     pub(super) fn combined_labels(&self) -> Option<(&'static str, &str)> {
         if self.listing.is_multi_label() || self.options.columns.separator.is_some() {
             return None;
@@ -22,7 +23,7 @@ impl ImageFiles {
         }
     }
 
-    /// Refuses tables whose labels look like several each. The names of folders only get a warning.
+    /// Refuses tables whose labels look like several in one. Folder names only get a warning.
     pub fn check_labels_of_tables(&self, files: &[PathBuf]) -> Result<(), DataError> {
         let is_table = |file: &&PathBuf| matches!(ImageSourceKind::of(file), Ok(ImageSourceKind::Table));
         match (files.iter().find(is_table), self.combined_labels()) {

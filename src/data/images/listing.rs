@@ -62,8 +62,8 @@ impl Extent {
     }
 }
 
-/// Image file extensions, matched case-insensitively. Formats that are not read, from `avif` on, are among them: such
-/// an image is a bad record with its reason, and not left out of the dataset in silence.
+/// Image file extensions, matched case-insensitively. Formats that are not read, from `avif` on, are included: such an
+/// image is a bad record with a reason, and not silently ignored.
 const EXTENSIONS: [&str; 23] = [
     "jpg", "jpeg", "jpe", "jfif", "png", "webp", "jif", "gif", "bmp", "dib", "tif", "tiff", "ppm", "pgm",
     "pbm", "pnm", "avif", "heic", "heif", "jxl", "jp2", "psd", "exr",
@@ -122,8 +122,8 @@ impl ImageListing {
         self.label_sets.is_some()
     }
 
-    /// Reads every class name as labels, between which stands `separator`. Their ids are those in `known`, or follow
-    /// the order of their names; returns a label that `known` lacks.
+    /// Splits every class name into labels at `separator`. Label ids are those in `known` or, without it, in the order
+    /// of names. Returns a label that `known` lacks.
     pub fn split_labels(
         &mut self,
         separator: Option<&str>,
@@ -269,8 +269,8 @@ impl ImageListing {
     }
 }
 
-/// Refuses a root whose only folder has several folders and no image: it is `images/` of `images/cat` and
-/// `images/dog`.
+/// Refuses a root whose only folder contains several folders and no image, such as the parent of `images/cat` and
+/// `images/dog`: its only class would be `images`.
 fn refuse_folder_of_classes(root: &Path, only: &OsStr) -> Result<(), DataError> {
     let inside = sorted_entries(&root.join(only))?;
     let folders = inside.iter().filter(|entry| entry.is_folder).count();

@@ -36,7 +36,7 @@ pub fn problem(file: &[u8]) -> String {
                 "OpenEXR" => "exr",
                 other => &other.to_ascii_lowercase(),
             };
-            // A build with the feature decodes it before it gets here.
+            // A build with the feature `avif` decodes it and does not get here.
             let why = match format {
                 "AVIF" => "needs a build with `--features avif`",
                 _ => "is not read",

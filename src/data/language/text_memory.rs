@@ -1,5 +1,5 @@
-//! Bounds the memory that a text takes on its way to token ids: the JSON of its record, what a chat template makes of
-//! it, and what the tokenizer makes of that.
+//! Bounds the memory of converting a text to token ids: parsing the JSON of its record, rendering its chat template,
+//! and tokenizing the result.
 //!
 //! All threads convert texts at the same time, each within its part of the memory budget. A text that needs more is
 //! converted again while no other is, with half of what is left. One that needs even more is refused, and not skipped
@@ -12,7 +12,7 @@ use super::tokenizer::Tokenizer;
 use crate::DatasetContext;
 
 /// Bytes that the parts of a pass over texts may take. Together they are what the budget leaves: half for converting
-/// texts, and a quarter each for the lines and for the results of two chunks per thread.
+/// texts, a quarter for lines, and a quarter for the results of two chunks per thread.
 #[derive(Clone, Copy, Debug)]
 pub struct TextMemory {
     /// For converting one text while every thread converts one.

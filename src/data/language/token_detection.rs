@@ -1,7 +1,7 @@
-//! What a file without a header seems to hold: ids of one to eight bytes, or what is no file of token ids.
+//! Guesses what a file without a header holds: ids of one to eight bytes, or something other than token ids.
 //!
-//! All of it follows from the bytes at each position of a value: the upper bytes of an id have fewer values than
-//! the lower ones, and the positions of a value repeat.
+//! The evidence is the distribution of bytes at each position of a value: the upper bytes of an id have fewer distinct
+//! values than the lower ones, and the pattern repeats with the width of an id.
 
 use half::{bf16, f16};
 
@@ -19,7 +19,7 @@ pub fn guess_width(beginning: &[u8], len: u64) -> TokenWidth {
         let words = || beginning.chunks_exact(bytes);
         let some = words().any(|word| word[..3].iter().any(|byte| *byte != 0));
         let is_id = |word: &[u8]| word[2] <= MAX_THIRD_BYTE && word[3..].iter().all(|byte| *byte == 0);
-        // Halves that are ids themselves would have bytes of the same values.
+        // If both halves were ids, their bytes would have the same distribution.
         let halves_differ =
             bytes == 8 || words().all(|word| word[2] == 0) || distance(beginning, [1, 3], 4) > 0.1;
         len.is_multiple_of(bytes as u64)
@@ -57,7 +57,7 @@ fn entropy(counts: &[usize; 256]) -> (f64, usize) {
     (bits, seen.count())
 }
 
-/// The type that a file of ids without a header seems to have, if it is none that is read.
+/// The type that a file of ids without a header seems to have, if it is not supported.
 pub fn foreign_type(beginning: &[u8], len: u64) -> Option<&'static str> {
     if beginning.len() < MIN_BYTES || beginning.iter().all(|byte| *byte == 0) {
         return None;
@@ -68,8 +68,8 @@ pub fn foreign_type(beginning: &[u8], len: u64) -> Option<&'static str> {
     if is_big_endian(beginning, len) {
         return Some("big-endian");
     }
-    // The upper bytes of two ids that follow each other have the same values; those of the halves of a wider value,
-    // whose lowest byte has all values, have not.
+    // The upper bytes of consecutive ids have the same distribution. Those of the two halves of a wider value do not:
+    // there, the lower bytes have nearly all values.
     let is_wider = guess_width(beginning, len) == TokenWidth::U16
         && beginning.len() >= 2048
         && len.is_multiple_of(4)
@@ -113,7 +113,8 @@ fn is_big_endian(beginning: &[u8], len: u64) -> bool {
             && words().all(|word| word[..zeros].iter().all(|byte| *byte == 0))
             && values(bytes - 1) > values(bytes - 2)
     };
-    // The first byte of two says less than the second: fewer ids are large, and a vocabulary seldom ends at 65,536.
+    // The first of two bytes has less entropy than the second: large ids are rarer, and a vocabulary seldom ends at
+    // 65,536.
     let first_says_less = || {
         const MIN_VALUES: usize = 64;
         const MIN_BITS: f64 = 0.1;

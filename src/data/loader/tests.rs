@@ -116,15 +116,13 @@ proptest! {
         let source = Arc::new(toy_dataset(samples));
         let mut cursor = order.canonicalize(Cursor { update: 1, done });
         let mut expected = expected_samples(&source, &order, cursor, until).into_iter();
-        let size = |rows: usize| max_held_bytes(&source.features, rows, limit, workers);
-        let options = options(splits[0].0, limit, workers);
-            let mut loader = Loader::start(source.clone(), order.clone(), cursor, until, options).unwrap();
-        let mut bound = size(splits[0].0);
+        let size = |from: Cursor, rows: usize| {
+            let batches = remaining_batches(&order, from, until, rows);
+            max_held_bytes(&source.features, rows, limit, workers, batches)
+        };
         for (i, &(rows, batches)) in splits.iter().enumerate() {
-            if i > 0 {
-                loader.restart(cursor, rows);
-                bound = bound.max(size(rows));
-            }
+            let (bound, options) = (size(cursor, rows), options(rows, limit, workers));
+            let mut loader = Loader::start(source.clone(), order.clone(), cursor, until, options).unwrap();
             // The last split reads to the end; the others are interrupted.
             let batches = if i + 1 == splits.len() { usize::MAX } else { batches };
             let mut held = VecDeque::new();
@@ -139,14 +137,15 @@ proptest! {
                 prop_assert_eq!(got.len() as u64, span.len());
                 // The consumer may keep a batch across the next call if two fit into the limit.
                 held.push_back(batch);
-                while held.len() > if size(rows) > buffer_bytes(&source.features, rows) { kept } else { 0 } {
+                while held.len() > if bound > buffer_bytes(&source.features, rows) { kept } else { 0 } {
                     held.pop_front();
                 }
             }
+            held.clear();
+            prop_assert!(i + 1 < splits.len() || loader.next().unwrap().is_none());
+            prop_assert!(loader.peak_bytes() <= bound, "{} > {}", loader.peak_bytes(), bound);
         }
         prop_assert_eq!(expected.next(), None);
-        prop_assert!(loader.next().unwrap().is_none());
-        prop_assert!(loader.peak_bytes() <= bound, "{} > {}", loader.peak_bytes(), bound);
     }
 }
 
@@ -157,12 +156,17 @@ const BATCH_BYTES: u64 = 4 * (5 * 4 + 8);
 fn a_slow_consumer_needs_few_buffers_and_they_are_reused() {
     let source = toy_dataset(1000);
     assert_eq!(
-        max_held_bytes(&source.features, 4, 600, 3),
+        max_held_bytes(&source.features, 4, 600, 3, 9),
         5 * BATCH_BYTES,
         "as many batches of 112 bytes as 600 bytes allow"
     );
-    assert_eq!(max_held_bytes(&source.features, 4, 0, 3), BATCH_BYTES, "one is always allowed");
-    assert_eq!(max_held_bytes(&source.features, 4, u64::MAX, 3), 8 * BATCH_BYTES, "no more than is useful");
+    assert_eq!(max_held_bytes(&source.features, 4, 0, 3, 9), BATCH_BYTES, "one is always allowed");
+    assert_eq!(
+        max_held_bytes(&source.features, 4, u64::MAX, 3, 9),
+        8 * BATCH_BYTES,
+        "no more than is useful"
+    );
+    assert_eq!(max_held_bytes(&source.features, 4, u64::MAX, 3, 2), 2 * BATCH_BYTES, "no more than are read");
     let mut loader = start(source, 4, u64::MAX, 3);
     let mut places = BTreeSet::new();
     loop {
@@ -247,7 +251,7 @@ fn bad_records_are_left_out_of_their_batch() {
 }
 
 #[test]
-fn an_error_comes_in_its_place_and_stays_until_a_restart() {
+fn an_error_comes_in_its_place_and_stays() {
     for panics in [false, true] {
         let mut loader = start(ToyDataset { failing: Some(21), panics, ..toy_dataset(80) }, 4, 1 << 20, 4);
         for batch in 0..5 {
@@ -260,9 +264,6 @@ fn an_error_comes_in_its_place_and_stays_until_a_restart() {
                 true => assert!(error.to_string().contains("sample 21 panicked: the toy broke at 21")),
             }
         }
-        loader.restart(Cursor { update: 2, done: 6 }, 8);
-        assert_eq!(loader.next().unwrap().unwrap().ids, [22, 23]);
-        assert_eq!(loader.next().unwrap().unwrap().ids.len(), 8);
     }
 }
 
@@ -274,11 +275,6 @@ fn holding_all_buffers_is_an_error_and_not_a_hang() {
     drop(batch);
     let batch = loader.next().unwrap().unwrap();
     assert_eq!(batch.ids, [4, 5, 6, 7]);
-    // The smaller micro-batch cannot start before the larger batch is returned.
-    loader.restart(Cursor { update: 0, done: 4 }, 2);
-    assert!(matches!(loader.next(), Err(DataError::BuffersExhausted { .. })));
-    drop(batch);
-    assert_eq!(loader.next().unwrap().unwrap().ids, [4, 5]);
 }
 
 #[test]

@@ -15,14 +15,14 @@ pub struct Subset {
     holds: Holds,
 }
 
-/// Which bytes of memory a subset counts as its own.
+/// Which memory a subset counts as its own, so that the sets of a job count everything once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Holds {
-    /// Those of the dataset and of the plan.
+    /// The dataset and the split plan.
     All,
-    /// Those of its own reader. The training set counts the plan.
+    /// Its own reader. The training set counts the split plan.
     Reader,
-    /// A part of those of the dataset, so that the training and the validation set add up to it.
+    /// A part of the dataset, so that the training and the validation set add up to it.
     Part,
 }
 
@@ -70,7 +70,7 @@ fn split_dataset(TrainFiles { train, others }: TrainFiles, plan: SplitPlan) -> S
     };
     let other = |set| sets.contains(&set).then(|| subset(set, &others, others.sequential_reader()));
     let (valid, test) = (other(DatasetSplit::Valid), other(DatasetSplit::Test));
-    // If the validation set reads through its own reader, the training set has this one for itself.
+    // If the validation set has a reader of its own, the training set counts all of this one.
     let shares = valid.as_ref().is_some_and(|valid| valid.holds == Holds::Part);
     let mut train = subset(DatasetSplit::Train, &train, None);
     if !shares {

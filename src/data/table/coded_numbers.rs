@@ -1,5 +1,5 @@
 //! Numbers of a column that may stand for something else: `-999` for a missing value, seconds since 1970 for a point in
-//! time. Both may be meant as they are, so they are warned of and read as numbers.
+//! time. Both may be plain numbers, so they are read as such, with a warning.
 
 use super::date_text::DatePart;
 use super::dates::stamp_part;

@@ -215,7 +215,7 @@ impl<'a> ColumnTyping<'a> {
         ))
     }
 
-    /// Refuses a target whose texts can be no classes.
+    /// Refuses a target whose texts cannot be classes.
     pub fn check_classes(&self, i: usize) -> Result<(), DataError> {
         let inferred = &self.inferred[i];
         if self.is_date(i) {

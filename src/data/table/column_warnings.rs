@@ -7,7 +7,7 @@ use super::columns::{Column, ColumnKind};
 use super::inference::ColumnInference;
 use super::notation::Notation;
 
-/// Warnings about `columns`; the numbers of those in `numeric` are meant as they are.
+/// Warnings about `columns`; those in `numeric` were declared to be plain numbers.
 pub fn of_columns(columns: &[Column], inferred: &[ColumnInference], numeric: &HashSet<&str>) -> Vec<String> {
     let is_own = |column: &&Column| {
         let is_date_part = matches!(column.notation, Notation::Date { .. } | Notation::Stamp { .. });

@@ -208,11 +208,11 @@ impl CellParser {
     }
 }
 
-/// What to do about columns that are named by values.
+/// Hint for a table whose column names look like values.
 const NO_HEADER: &str =
     "if the file has no header, set `header = false`: its columns are then called 0, 1, 2 and so on";
 
-/// Whether a column has the name of a value: a number that is no column's number.
+/// Whether a column is named like a value: a number that is not a column number.
 fn is_fraction(name: &str) -> bool {
     name.contains(['.', '-']) && name.parse::<f64>().is_ok_and(f64::is_finite)
 }

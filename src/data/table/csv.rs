@@ -228,8 +228,8 @@ impl CsvTable {
         Ok(text)
     }
 
-    /// Bytes that reading `bytes` of text at once takes, with the fields of its longest row; 0 for a few, which
-    /// every thread has room for.
+    /// Bytes that reading `bytes` of text at once takes, with the fields of its longest row; 0 if it is little, which
+    /// the plan covers for every thread.
     fn reading_bytes(&self, bytes: u64) -> u64 {
         let quoted = self.files.iter().any(|file| file.index.long_quotes);
         match bytes <= LONG_ROW_BYTES {

@@ -72,8 +72,8 @@ impl IndexEvidence {
             && (self.sequence.is_some() || self.whole.as_ref().is_some_and(|seen| self.is_shuffled(seen)))
     }
 
-    /// Row numbers have no gap, and the longest of the joined tables alone has the last ones; of a long table, the
-    /// first rows show few of them twice.
+    /// Row numbers of whole tables have no gaps, and of joined tables higher numbers occur less often, since only the
+    /// longest has the last ones. The first rows of a long table have gaps, but few repeated numbers.
     fn is_shuffled(&self, seen: &BTreeMap<u64, u32>) -> bool {
         let first = seen.keys().next().copied().unwrap_or(0);
         let is_gapless = first <= 1 && seen.keys().zip(first..).all(|(number, expected)| *number == expected);

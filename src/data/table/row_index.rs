@@ -20,7 +20,7 @@ use crate::{DataError, ProgressObserver};
 pub const CHUNK_BYTES: u64 = 2 << 20;
 /// Minimum bytes between two entries; a longer row has an entry of its own.
 const BLOCK_BYTES: u64 = 4 << 10;
-/// Bytes of a block or a row whose buffers are in the plan one by one.
+/// Blocks and rows longer than this are counted in the plan individually.
 pub const LONG_ROW_BYTES: u64 = 64 << 10;
 
 /// Row offsets of a file.

@@ -1,4 +1,4 @@
-//! Whether two tables are read alike, so that a model of one takes the samples of the other.
+//! Whether two tables are read the same way, so that a model trained on one accepts the samples of the other.
 
 use super::TableSettings;
 use super::categories::sorted_names;
@@ -7,8 +7,8 @@ use super::columns::{Column, ColumnKind};
 use super::schema::TableSchema;
 use super::statistics::{CategoryCounts, ColumnStatistics, Moments};
 
-/// How far two means may be apart, in standard deviations, and two standard deviations as a fraction: as far as sums of
-/// the same numbers in another order are, of which there are other partitions where a file has more columns.
+/// How much two means may differ, in standard deviations, and two standard deviations, relatively: by rounding. More
+/// columns in a file change its partitions, and so the order in which the same numbers are summed.
 const ROUNDING: f64 = 1e-9;
 
 /// A column, its statistics and the settings that it is read with.
@@ -19,8 +19,8 @@ struct ReadColumn<'a> {
 }
 
 impl TableSchema {
-    /// Whether rows become the same inputs and targets with this schema and these settings as with another: without
-    /// regard to sample weights, to the place of columns in the file, and to statistics that no sample depends on.
+    /// Whether this schema and these settings turn rows into the same inputs and targets as another. Sample weights,
+    /// the order of columns in the file, and statistics that no sample depends on are ignored.
     pub fn reads_like(&self, settings: &TableSettings, other: &Self, of_other: &TableSettings) -> bool {
         let (here, there) = (self.read_columns(settings), other.read_columns(of_other));
         here.len() == there.len() && here.iter().zip(&there).all(|(one, other)| one.is_like(other))
@@ -64,7 +64,7 @@ impl ReadColumn<'_> {
         };
         let spread = self.moments().map_or(0.0, Moments::std);
         let is_close = |a: f64, b: f64| a == b || (a - b).abs() <= ROUNDING * (spread + a.abs());
-        // What no row lacks is not filled in.
+        // A column without missing values is never filled.
         let has_missing =
             [self, other].iter().any(|one| one.moments().is_some_and(|moments| moments.missing > 0));
         let fills_alike = match (fill, other_fill) {

@@ -21,7 +21,7 @@ use crate::{BatchRow, DataError, DatasetContext, Features, SampleKey, files};
 
 /// Bytes of a record before its row.
 const LINE_PREFIX_BYTES: usize = 8;
-/// Bytes of a reader, or of a row, that the plan has room for without counting them.
+/// Readers and rows of up to this many bytes are covered by the reserve of the plan and not counted.
 const SMALL_READER_BYTES: u64 = 1 << 20;
 
 /// Files with the same columns, of which at least one can only be read from its beginning.

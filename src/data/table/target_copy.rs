@@ -1,5 +1,5 @@
-//! Whether a column is the target in other words: each of its values goes with one class, and each class with one
-//! value.
+//! Whether a column is a relabelled copy of the target: each of its values occurs with one class only, and each class
+//! with one value.
 
 use std::collections::BTreeMap;
 

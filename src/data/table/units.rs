@@ -58,7 +58,7 @@ pub struct UnitEvidence {
     /// The unit of the first, and whether all have it.
     unit: String,
     several: bool,
-    /// Some unit is no measure beyond doubt: `1st`, `5G`.
+    /// Some unit may not be one: `1st`, `5G`.
     doubtful: bool,
     pub first_with_unit: Option<CellPlace>,
     pub first_bound: Option<CellPlace>,

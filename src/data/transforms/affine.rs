@@ -1,7 +1,7 @@
 //! Rotation, translation, scaling and shear of an image of bytes, in one resampling.
 //!
 //! The matrix is that of torchvision's `affine`, the bilinear sampling that of Pillow's `transform`, except that values
-//! are rounded where Pillow truncates them. What comes from outside of the image is black.
+//! are rounded where Pillow truncates them. Pixels from outside the image are black.
 
 use super::uniform;
 use crate::base::random::CounterRng;

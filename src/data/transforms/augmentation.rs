@@ -1,4 +1,4 @@
-//! What is random about a sample, and the augmentations that work on its bytes.
+//! The random augmentations of a sample, and those that work on its bytes.
 
 use super::blur::{RandomBlur, gaussian_blur};
 use super::scratch::AugmentBuffers;

@@ -33,8 +33,7 @@ pub struct DecodingNetwork {
 }
 
 impl Network {
-    /// The same network over a cache of `slots` sequences of up to `capacity` positions. It shares `tables`, if they
-    /// are those that it needs.
+    /// The same network over a cache of `slots` sequences of up to `capacity` positions. Reuses `tables` if they fit.
     pub fn for_decoding(
         mut self,
         slots: usize,
@@ -108,7 +107,7 @@ impl DecodingPass {
         Ok(Box::new(CachedAttention { name: name.clone(), sizes, rotary, cache_layer, capacity }))
     }
 
-    /// Tables for every position of the cache, shared by the layers that rotate alike.
+    /// Tables for every position of the cache, shared by layers with the same rotary settings.
     fn rotary_tables(&mut self, rotary: &Rotary) -> Arc<Rotary> {
         match &self.tables {
             Some(tables) if tables.is_extension_of(rotary, self.capacity) => tables.clone(),

@@ -90,7 +90,8 @@ impl Network {
             let mut nodes: Vec<&mut Node> = Vec::new();
             for (index, block) in self.blocks.iter_mut().enumerate() {
                 nodes.extend(&mut block.nodes);
-                // The gradient of a feature joins that of its block's output before the block.
+                // Before the backward pass of this block, the gradient of a feature is added to that of its output: no
+                // fusion across.
                 if self.features.iter().any(|feature| feature.student == index) {
                     fuse_bias_grads(&mut nodes);
                     nodes.clear();

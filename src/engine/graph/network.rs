@@ -90,7 +90,7 @@ pub struct Executor<'a> {
     pub recompute_blocks: usize,
     /// Where the inputs of these blocks are offloaded to, if they are.
     pub offload: Option<&'a ActivationOffload>,
-    /// If given, the store has 8-bit integers for weights, and a layer floats while it runs.
+    /// If given, the store holds weights as 8-bit integers, and those of a layer are dequantized while it runs.
     pub int8: Option<&'a Int8Layout>,
 }
 
@@ -108,13 +108,13 @@ pub struct DeviceBatch {
 struct ReservedTensor {
     value: Option<Tensor>,
     reservation: Option<Arc<Reservation>>,
-    /// The backward pass must compute its gradient: a trained parameter is behind it. Nodes with an output that is not
-    /// save nothing and have no backward pass.
+    /// The backward pass must compute its gradient, since it depends on a trained parameter. A node whose output does
+    /// not require a gradient saves nothing and has no backward pass.
     requires_grad: bool,
 }
 
-/// What a node keeps between the passes; dropping it releases everything. Of a list of nodes the last ones have it:
-/// those from the first on whose output requires a gradient.
+/// What a node keeps between the passes; dropping it releases everything. A list of nodes has one for each node from
+/// the first whose output requires a gradient to the last.
 enum SavedNode {
     Layer(SavedLayer),
     Fused(Vec<SavedLayer>),
@@ -266,8 +266,8 @@ impl Network {
         Ok(metrics)
     }
 
-    /// Computes the summed loss and the counts behind the metrics of a micro-batch; with `outputs`, also what the last
-    /// linear layer computes, in f32 on the host, which is empty otherwise and in a dry run.
+    /// Computes the summed loss and the counts behind the metrics of a micro-batch and, with `outputs`, returns the
+    /// outputs of the last linear layer, in f32 on the host. Without it, and in a dry run, they are empty.
     pub fn evaluate(
         &self,
         exec: &Executor,
@@ -287,7 +287,7 @@ impl Network {
         if !outputs {
             return Ok((sums, Vec::new()));
         }
-        // As f32 where they are computed, and on the host.
+        // Two f32 copies: one on the device and one on the host.
         let copies = 2 * exec.spec.batch * self.loss.outputs_per_sample() * size_of::<f32>();
         let _copies = exec.reserve(Role::Workspace, self.loss.name(), copies as u64)?;
         let logits = self.output_of(exec, &x)?;
@@ -332,7 +332,7 @@ impl Network {
         let (name, values) = (self.loss.name(), rows * outputs);
         let _rows = exec.reserve(Role::Activations, name, spec.bytes(width))?;
         let _logits = exec.reserve(Role::Activations, name, spec.bytes(outputs))?;
-        // As f32 where the logits are, and on the host.
+        // Two f32 copies: one on the device and one on the host.
         let _copies = exec.reserve(Role::Workspace, name, (2 * values * size_of::<f32>()) as u64)?;
         let workspace = match spec.backend {
             Backend::Cpu { .. } => {
@@ -390,8 +390,8 @@ impl Network {
             .fold(1, |all, one| all / gcd(all, one) * one)
     }
 
-    /// How many blocks have a backward pass: those from the first on with a trained parameter. Recomputation frees
-    /// nothing in others.
+    /// How many blocks have a backward pass: the first with a trained parameter and all after it. Recomputing others
+    /// frees nothing.
     pub fn blocks_with_backward(&self, spec: MicroBatchSpec) -> usize {
         let first = self.blocks.iter().position(|block| block.trains(spec));
         first.map_or(0, |first| self.blocks.len() - first)

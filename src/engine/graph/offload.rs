@@ -1,7 +1,8 @@
 //! Activation offload: keeps the inputs of recomputed blocks in host memory instead of device memory.
 //!
-//! An input is copied out while its block computes, and back while the next block's backward computes. Its host bytes
-//! are reserved from the host ledger. On the CPU, and in a dry run, nothing is copied and only the reservation is made.
+//! An input is copied to the host while its block computes, and back during the backward pass of the block after it.
+//! Its host bytes are reserved from the host ledger. On the CPU, and in a dry run, nothing is copied and only the
+//! reservation is made.
 
 use candle_core::{Device, Result, Tensor};
 use serde::Serialize;

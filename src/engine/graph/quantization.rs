@@ -1,8 +1,8 @@
-//! Where a network is quantized: at its input, and after every layer that computes new values. Pooling by the maximum,
-//! flattening and dropout hand on what they take.
+//! Where a network is quantized: at its input, and after every layer that computes new values. Max pooling, flattening
+//! and dropout only pass values on.
 //!
 //! A layer with batch norm has one point, after the norm, which is folded into it. An activation that does more than
-//! clamp becomes a layer with a point before and after it, since a runtime computes the two apart.
+//! clamp becomes a layer with a point before and after it, since a runtime computes it as an operator of its own.
 
 use std::any::Any;
 
@@ -18,10 +18,10 @@ use crate::layers::flatten::Flatten;
 use crate::layers::linear::Linear;
 use crate::layers::max_pool::MaxPool;
 
-/// The point of what the network takes.
+/// The point of the network's input.
 pub const INPUT: &str = "input";
 
-/// Makes the layer of a point of the name and the shape of one sample; `None` leaves the point out.
+/// Builds the layer of a point, from its name and the shape of one sample; `None` leaves the point out.
 pub type MakePoint<'a> = dyn FnMut(&str, &[usize]) -> Option<Box<dyn Layer>> + 'a;
 
 impl Network {
@@ -29,7 +29,7 @@ impl Network {
     /// the loss computes, have none.
     pub fn insert_points(&mut self, input: &[usize], make: &mut MakePoint) {
         if self.blocks.is_empty() {
-            // Only the loss has a layer, which takes what the network takes.
+            // The only layer is that of the loss, which reads the network's input.
             let nodes: Vec<Node> = make(INPUT, input).into_iter().map(Node::Layer).collect();
             if !nodes.is_empty() {
                 self.blocks.push(LayerBlock { name: INPUT.to_owned(), nodes, recompute_rank: 0 });

@@ -17,8 +17,7 @@ use super::linear::{
     self, LinearKernel, WeightBiasGrads, WeightLayout, column_sums_bytes, hopper_supports_logits,
 };
 use super::matmul::{
-    MatView, Threading, Transposed, downcast_slice, downcast_slice_mut, gemm, gemm_workspace,
-    is_native_dtype, matmul, matmul_workspace, round,
+    MatView, Threading, Transposed, downcast_slice, gemm, gemm_workspace, matmul, matmul_workspace, round,
 };
 use super::metric_sums::{self, MetricSums, PendingMetricSums};
 use super::partial_sums::{PartialSums, num_parts};
@@ -252,24 +251,6 @@ impl LinearCrossEntropy<'_> {
         backward: Option<HeadBackward>,
     ) -> Result<(MetricSums, Option<Tensor>)> {
         let (values, weight) = (cpu::view::<T>(x)?, cpu::view::<T>(self.weight)?);
-        if is_native_dtype(T::DTYPE) {
-            return self.run_chunks::<T, T>(x, &values, &weight, targets, backward);
-        }
-        // Convert once, instead of in every GEMM of every chunk.
-        let (values, weight) =
-            (T::to_acc_slice(&values, Threading::Parallel), T::to_acc_slice(&weight, Threading::Parallel));
-        self.run_chunks::<T, T::Acc>(x, &values, &weight, targets, backward)
-    }
-
-    /// Processes the rows in chunks, with GEMM operands of type `V`: the gradients of the logits are rounded to it.
-    fn run_chunks<T: Elem, V: Elem<Acc = T::Acc>>(
-        &self,
-        x: &Tensor,
-        values: &[V],
-        weight: &[V],
-        targets: &Tensor,
-        backward: Option<HeadBackward>,
-    ) -> Result<(MetricSums, Option<Tensor>)> {
         let (classes, width) = self.weight.dims2()?;
         let bias = self.bias.map(cpu::view::<T>).transpose()?;
         let targets = cpu::view::<u32>(targets)?;
@@ -282,13 +263,10 @@ impl LinearCrossEntropy<'_> {
         let mut logits = cpu::uninit::<T::Acc>(chunk * classes);
         let needs_input_grad = backward.is_some_and(|backward| backward.needs_input_grad);
         let mut dx = cpu::uninit::<T>(if needs_input_grad { rows * width } else { 0 });
-        let len_if = |needed: bool, values: usize| if needed { values } else { 0 };
-        let rounds = backward.is_some() && V::DTYPE != <T::Acc as WithDType>::DTYPE;
-        let mut rounded = cpu::uninit::<V>(len_if(rounds, logits.len()));
-        let mut dx_acc =
-            cpu::uninit::<T::Acc>(len_if(needs_input_grad && V::DTYPE != T::DTYPE, chunk * width));
+        let rounds = backward.is_some() && T::DTYPE != <T::Acc as WithDType>::DTYPE;
+        let mut rounded = cpu::uninit::<T>(if rounds { logits.len() } else { 0 });
         let mut sums = MetricSums::default();
-        let w = MatView::new(weight, classes, width);
+        let w = MatView::new(&weight, classes, width);
         for first in (0..rows).step_by(chunk.max(1)) {
             let n = chunk.min(rows - first);
             let logits = &mut logits[..n * classes];
@@ -315,16 +293,8 @@ impl LinearCrossEntropy<'_> {
                     gemm(into, width, d.t(), x, true, Threading::Parallel)
                 })?;
             }
-            if !needs_input_grad {
-                continue;
-            }
-            let dx = &mut dx[first * width..][..n * width];
-            match downcast_slice_mut(dx) {
-                Some(dx) => matmul::<V>(dx, d, w, Threading::Parallel),
-                None => {
-                    gemm(&mut dx_acc, width, d, w, false, Threading::Parallel);
-                    round(&dx_acc[..n * width], dx, Threading::Parallel);
-                }
+            if needs_input_grad {
+                matmul(&mut dx[first * width..][..n * width], d, w, Threading::Parallel);
             }
         }
         let dx = needs_input_grad.then(|| cpu::tensor(dx, x.shape())).transpose()?;
@@ -457,20 +427,12 @@ fn focal_factors(log_p: f64, gamma: f64) -> (f64, f64) {
 pub fn workspace(dtype: DType, rows: usize, classes: usize, width: usize, bias: bool) -> (u64, u64) {
     let (acc, chunk) = (cpu::acc_bytes(dtype), chunk_rows(rows, classes));
     let is_narrow = dtype.size_in_bytes() != acc;
-    // Dtype of the GEMM operands. Operands of another dtype are converted once.
-    let copied = !is_native_dtype(dtype);
-    let operands = if copied { DType::F32 } else { dtype };
-    let copies = if copied { (rows + classes) * width * acc } else { 0 };
-    let logits = gemm_workspace(operands, (chunk, width, classes), Transposed::B, Threading::Parallel);
-    let weight = gemm_workspace(operands, (classes, chunk, width), Transposed::A, Threading::Parallel);
-    let input = matmul_workspace(operands, (chunk, classes, width), Transposed::NONE, Threading::Parallel);
-    let evaluate = chunk * classes * acc + copies;
+    let logits = gemm_workspace(dtype, (chunk, width, classes), Transposed::B, Threading::Parallel);
+    let weight = gemm_workspace(dtype, (classes, chunk, width), Transposed::A, Threading::Parallel);
+    let input = matmul_workspace(dtype, (chunk, classes, width), Transposed::NONE, Threading::Parallel);
+    let evaluate = chunk * classes * acc;
     let columns = if bias { column_sums_bytes(dtype, chunk, classes) } else { 0 };
-    let rounding = match (is_narrow, copied) {
-        (false, _) => 0,
-        (true, true) => chunk * width * acc,
-        (true, false) => chunk * classes * dtype.size_in_bytes(),
-    };
+    let rounding = if is_narrow { chunk * classes * dtype.size_in_bytes() } else { 0 };
     (evaluate as u64 + logits, (evaluate + rounding) as u64 + columns + logits.max(weight).max(input))
 }
 

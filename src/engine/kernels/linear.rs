@@ -11,8 +11,8 @@ use super::activation::{apply, each_activation};
 use super::clamp::ClampActivation;
 use super::grid::GRID_SMS;
 use super::matmul::{
-    CpuEpilogue, MatView, Threading, Transposed, gemm, gemm_workspace, is_native_dtype, matmul,
-    matmul_epilogue, matmul_workspace,
+    CpuEpilogue, MatView, Threading, Transposed, gemm, gemm_workspace, matmul, matmul_epilogue,
+    matmul_workspace,
 };
 use super::partial_sums::{self, PartialSums};
 use super::{Activation, Elem, SavedForBackward, cpu, reference};
@@ -261,7 +261,8 @@ impl LinearKernel<'_> {
             matmul(&mut dx, d, w.t(), Threading::Parallel);
             dx
         };
-        let (done, dx) = join_backward(T::DTYPE, weight, || needs_input_grad.then(input));
+        // Both at once, so that threads rarely wait at the end of one.
+        let (done, dx) = rayon::join(weight, || needs_input_grad.then(input));
         done?;
         dx.map(|dx| cpu::tensor(dx, self.input_shape(&dy)?)).transpose()
     }
@@ -281,21 +282,6 @@ impl LinearKernel<'_> {
         })?;
         reference::accumulate_weight_bias(computed, grads, needs_input_grad)
     }
-}
-
-/// Whether both GEMMs of `backward` run at once, so that threads rarely wait at the end of one. Not where each GEMM
-/// converts its operands: the copies would take twice the memory.
-fn runs_concurrently(dtype: DType) -> bool {
-    is_native_dtype(dtype)
-}
-
-/// Runs both closures, concurrently if [`runs_concurrently`].
-pub(super) fn join_backward<A: Send, B: Send>(
-    dtype: DType,
-    weight: impl FnOnce() -> A + Send,
-    input: impl FnOnce() -> B + Send,
-) -> (A, B) {
-    if runs_concurrently(dtype) { rayon::join(weight, input) } else { (weight(), input()) }
 }
 
 /// Bytes of [`column_sums`].
@@ -328,9 +314,8 @@ pub fn workspace(
         true => gemm_workspace(dtype, of_weight, Transposed::A, Threading::Parallel),
         false => 0,
     };
-    let products = if runs_concurrently(dtype) { weight + input } else { weight.max(input) };
     let sums = if trained.bias { column_sums_bytes(dtype, rows, n) } else { 0 };
-    (output, products.max(sums))
+    (output, (weight + input).max(sums))
 }
 
 /// Row ranges whose column sums CUDA computes separately. Enough thread blocks of 128 columns to put six on

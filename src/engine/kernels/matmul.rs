@@ -1,5 +1,6 @@
-//! GEMMs on plain slices: by AMX, by AVX-512 kernels that pack their operands (`avx512_packed`) or do not (`avx512`), by
-//! the `gemm` crate (`gemm_crate`), and for a few rows by a kernel that streams the other operand (`gemv`).
+//! GEMMs on plain slices: by AMX (`amx`), by panels of packed operands (`packed`) or of operands where they are
+//! (`unpacked`), and for a few rows by a kernel that streams the other operand (`gemv`). No GEMM on all threads converts
+//! a whole operand or result to another type.
 
 #[cfg(target_arch = "x86_64")]
 mod amx;
@@ -8,13 +9,14 @@ mod amx_tiles;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
 #[cfg(target_arch = "x86_64")]
-mod avx512_packed;
-#[cfg(target_arch = "x86_64")]
 mod bf16_split;
-pub(super) mod gemm_crate;
 mod gemv;
 #[cfg(target_arch = "x86_64")]
 mod implicit_gemm;
+mod packed;
+mod panel;
+mod unpacked;
+mod vectors;
 mod workspace;
 
 use candle_core::DType;
@@ -27,15 +29,12 @@ use super::kernel_timer::{self, KernelScope};
 use super::{Elem, Real};
 use crate::vectorised;
 
-#[cfg(target_arch = "x86_64")]
-use bf16_split::AmxElem;
 pub use gemv::GemvScope;
 pub(super) use gemv::{add_weighted, dot_rows};
 pub use workspace::{
     Transposed, conv_weight_gradient_workspace, conv_workspace, gemm_buffer_bytes, gemm_workspace,
-    matmul_workspace, thread_buffer_bytes, thread_stack_bytes,
+    matmul_workspace, thread_stack_bytes,
 };
-use workspace::{converted_depth, max_packed_rows};
 
 /// A matrix over a slice: element (i, j) is at `i * row_stride + j * col_stride`.
 #[derive(Clone, Copy)]
@@ -75,14 +74,14 @@ impl<'a, T> MatView<'a, T> {
         }
     }
 
-    /// `count` columns from `first` on.
-    fn columns(self, first: usize, count: usize) -> Self {
-        Self { data: &self.data[first * self.col_stride..], cols: count, ..self }
+    /// Strides of rows and columns.
+    fn strides(&self) -> (usize, usize) {
+        (self.row_stride, self.col_stride)
     }
 
-    /// `count` rows from `first` on.
-    fn row_range(self, first: usize, count: usize) -> Self {
-        Self { data: &self.data[first * self.row_stride..], rows: count, ..self }
+    /// Where an element is.
+    fn at(&self, row: usize, col: usize) -> *const T {
+        self.data[row * self.row_stride + col * self.col_stride..].as_ptr()
     }
 
     /// The transpose: the same values with swapped strides.
@@ -194,15 +193,6 @@ macro_rules! with_amx_elem {
 #[cfg(target_arch = "x86_64")]
 use with_amx_elem;
 
-/// Whether a parallel GEMM of this type runs without converted copies of its operands.
-pub fn is_native_dtype(dtype: DType) -> bool {
-    #[cfg(target_arch = "x86_64")]
-    if dispatch() == Dispatch::Amx {
-        return true;
-    }
-    matches!(dtype, DType::F32 | DType::F64)
-}
-
 /// Times a GEMM on all threads. A serial one is a tile of another kernel, too short to be timed.
 fn scope(threading: Threading) -> Option<KernelScope> {
     if threading == Threading::Parallel { kernel_timer::enter(module_path!()) } else { None }
@@ -224,94 +214,79 @@ pub fn gemm<T: Elem>(
         return;
     }
     assert!(out.len() >= (m - 1) * stride + n, "gemm: result exceeds its slice");
-    if threading == Threading::Parallel && gemv::supports(&a, &b) {
-        return gemv::gemv(out, stride, a, b, accumulate, CpuEpilogue::NONE);
-    }
-    if threading == Threading::Parallel && try_blocks::<T, T::Acc>(out, stride, a, b, accumulate, None) {
+    if k == 0 {
+        if !accumulate {
+            out.chunks_mut(stride).for_each(|row| row[..n].fill(T::Acc::ZERO));
+        }
         return;
     }
-    let (a_data, depth) = (T::to_acc_slice(a.data, threading), converted_depth(T::DTYPE, (k, n), threading));
-    let a = a.with_data(&a_data);
-    if depth == k {
-        let b_data = T::to_acc_slice(b.data, threading);
-        return multiply(out, stride, a, b.with_data(&b_data), accumulate, threading);
-    }
-    let mut buffer = uninit::<T::Acc>(depth * n);
-    for first in (0..k).step_by(depth) {
-        let rows = depth.min(k - first);
-        let b = convert_rows(b, first, rows, &mut buffer[..rows * n]);
-        multiply(out, stride, a.columns(first, rows), b, accumulate || first > 0, threading);
-    }
-}
-
-/// Rows of `b` from `first` on, converted by all threads into `buffer`, in the layout of `b`.
-fn convert_rows<'a, T: Elem>(
-    b: MatView<T>,
-    first: usize,
-    rows: usize,
-    buffer: &'a mut [T::Acc],
-) -> MatView<'a, T::Acc> {
-    let is_transposed = b.col_stride != 1;
-    let (width, stride) = if is_transposed { (rows, b.col_stride) } else { (b.cols, b.row_stride) };
-    let start = first * b.row_stride;
-    parallel_for_rows(buffer, width, |line, into| {
-        vectorised!(T, || {
-            for (i, into) in into.chunks_exact_mut(width).enumerate() {
-                let from = &b.data[start + (line + i) * stride..][..width];
-                into.iter_mut().zip(from).for_each(|(w, v)| *w = v.to_acc());
-            }
-        })
-    });
-    if is_transposed { MatView::new(buffer, b.cols, rows).t() } else { MatView::new(buffer, rows, b.cols) }
-}
-
-/// `out = a b`, or `out += a b` with `accumulate`, in the accumulator type.
-fn multiply<R: Real>(
-    out: &mut [R],
-    stride: usize,
-    a: MatView<R>,
-    b: MatView<R>,
-    accumulate: bool,
-    threading: Threading,
-) {
-    if try_avx512(out, stride, a, b, accumulate, threading) {
-        return;
-    }
-    let block = max_packed_rows(R::DTYPE, a.cols);
-    for first in (0..a.rows).step_by(block) {
-        let (out, a) = (&mut out[first * stride..], a.row_range(first, block.min(a.rows - first)));
-        // SAFETY: the caller's asserts and those of `MatView` keep every access inside its slice.
-        unsafe {
-            if let (Some(out), Some(a), Some(b)) = (downcast_slice_mut(out), a.downcast(), b.downcast()) {
-                gemm_crate::f32(out, stride, a, b, accumulate, threading)
-            } else if let (Some(out), Some(a), Some(b)) =
-                (downcast_slice_mut(out), a.downcast(), b.downcast())
-            {
-                gemm_crate::f64(out, stride, a, b, accumulate, threading)
-            }
+    if threading == Threading::Parallel {
+        if gemv::supports(&a, &b) {
+            return gemv::gemv(out, stride, a, b, accumulate, CpuEpilogue::NONE);
+        }
+        if try_blocks::<T, T::Acc>(out, stride, a, b, accumulate, None) {
+            return;
         }
     }
+    let (a_data, b_data) = (T::to_acc_slice(a.data, threading), T::to_acc_slice(b.data, threading));
+    multiply_unpacked(out, stride, a.with_data(&a_data), b.with_data(&b_data), accumulate, threading);
 }
 
-/// Whether the AVX-512 kernel that packs blocks of its operands takes a GEMM on all threads: of half types always,
-/// because any other kernel must first convert whole operands.
-#[cfg(target_arch = "x86_64")]
+/// Whether a GEMM on all threads that AMX does not take packs blocks of its operands: of half types always, because
+/// they must be converted.
 fn packs_blocks(dtype: DType, sizes: (usize, usize, usize)) -> bool {
-    let pays = match dtype {
-        DType::F32 => !avx512::is_fastest(sizes),
-        dtype => matches!(dtype, DType::BF16 | DType::F16),
-    };
-    dispatch() == Dispatch::Avx512 && sizes.1 > 0 && pays
+    matches!(dtype, DType::BF16 | DType::F16) || !unpacked::is_fastest(sizes)
 }
 
-/// Whether a parallel GEMM of this type converts whole operands, and the gaps between their rows.
-pub fn converts_operands(dtype: DType) -> bool {
-    dispatch() < Dispatch::Avx512 && matches!(dtype, DType::BF16 | DType::F16)
+/// Runs `$body` with `$P` bound to the [`panel::PanelKernel`]s of the dispatch for operands of type `$E`.
+macro_rules! with_panel_kernel {
+    ($E:ty, $P:ident => $body:expr) => {{
+        #[cfg(target_arch = "x86_64")]
+        // The constant comes first: without vectors only the portable kernels are compiled.
+        if <$E>::VECTORIZE && dispatch() >= Dispatch::Avx512 {
+            type $P = vectors::Avx512;
+            $body
+        } else if <$E>::VECTORIZE && dispatch() == Dispatch::Avx2 {
+            type $P = vectors::Avx2;
+            $body
+        } else {
+            type $P = vectors::Portable;
+            $body
+        }
+        #[cfg(not(target_arch = "x86_64"))]
+        {
+            type $P = vectors::Portable;
+            $body
+        }
+    }};
 }
 
-/// Runs a GEMM and its epilogue on AMX, or on AVX-512 by packed blocks, if that is faster; returns whether it did. The
-/// caller has checked the sizes, and does not accumulate into a half-precision output.
-fn try_blocks<T: Elem, O: Elem>(
+/// Runs a GEMM and its epilogue on AMX, or by packed blocks, if that is faster than converting its operands and
+/// multiplying them where they are; returns whether it did. The caller has checked the sizes, and does not accumulate
+/// into a half-precision output.
+fn try_blocks<T: Elem, O: Elem<Acc = T::Acc>>(
+    out: &mut [O],
+    stride: usize,
+    a: MatView<T>,
+    b: MatView<T>,
+    accumulate: bool,
+    epilogue: Option<CpuEpilogue<O>>,
+) -> bool {
+    let sizes @ (_, k, _) = (a.rows, a.cols, b.cols);
+    if try_amx(out, stride, a, b, accumulate, epilogue) {
+        return true;
+    }
+    let takes_result = size_of::<O>() == size_of::<O::Acc>() || packed::rounds(k);
+    if k == 0 || !takes_result || !packs_blocks(T::DTYPE, sizes) {
+        return false;
+    }
+    // SAFETY: the dispatch has the instructions, and the caller has checked every size.
+    with_panel_kernel!(T, P => unsafe { packed::gemm::<T, O, P>(out, stride, a, b, accumulate, epilogue) });
+    true
+}
+
+/// [`try_blocks`] on AMX.
+fn try_amx<T: Elem, O: Elem>(
     out: &mut [O],
     stride: usize,
     a: MatView<T>,
@@ -320,83 +295,42 @@ fn try_blocks<T: Elem, O: Elem>(
     epilogue: Option<CpuEpilogue<O>>,
 ) -> bool {
     #[cfg(target_arch = "x86_64")]
-    {
+    if dispatch() == Dispatch::Amx {
         let handled = with_amx_elem!(T::DTYPE, E => match (a.downcast::<E>(), b.downcast::<E>()) {
-            (Some(a), Some(b)) => {
+            (Some(a), Some(b)) if amx::supports::<E>((a.rows, a.cols, b.cols)) => {
+                // SAFETY: the dispatch is AMX, and the caller has checked every size.
                 if let Some(out) = downcast_slice_mut::<O, E>(out) {
-                    Some(run_blocks(out, stride, a, b, accumulate, epilogue.and_then(CpuEpilogue::downcast::<E>)))
+                    Some(unsafe { amx::gemm(out, stride, a, b, accumulate, epilogue.and_then(CpuEpilogue::downcast::<E>)) })
                 } else {
                     let epilogue = epilogue.and_then(CpuEpilogue::downcast::<f32>);
-                    downcast_slice_mut::<O, f32>(out).map(|out| run_blocks(out, stride, a, b, accumulate, epilogue))
+                    let out = downcast_slice_mut::<O, f32>(out);
+                    out.map(|out| unsafe { amx::gemm(out, stride, a, b, accumulate, epilogue) })
                 }
             }
             _ => None,
         });
-        handled.unwrap_or(false)
+        return handled.is_some();
     }
-    #[cfg(not(target_arch = "x86_64"))]
-    {
-        let _ = (out, stride, a, b, accumulate, epilogue);
-        false
-    }
+    let _ = (out, stride, a, b, accumulate, epilogue);
+    false
 }
 
-/// [`try_blocks`] in the types of its operands and its result.
-#[cfg(target_arch = "x86_64")]
-fn run_blocks<E: AmxElem, O: AmxElem>(
-    out: &mut [O],
-    stride: usize,
-    a: MatView<E>,
-    b: MatView<E>,
-    accumulate: bool,
-    epilogue: Option<CpuEpilogue<O>>,
-) -> bool {
-    let k = a.cols;
-    // SAFETY: the dispatch has the instructions, and the caller has checked every size.
-    unsafe {
-        if amx::supports::<E>((a.rows, k, b.cols)) {
-            amx::gemm(out, stride, a, b, accumulate, epilogue);
-        } else if packs_blocks(E::DTYPE, (a.rows, k, b.cols))
-            && (O::DTYPE == DType::F32 || avx512_packed::rounds(k))
-        {
-            avx512_packed::gemm(out, stride, a, b, accumulate, epilogue);
-        } else {
-            return false;
-        }
-    }
-    true
-}
-
-/// Whether GEMMs of this type that neither AMX nor [`packs_blocks`] takes run on AVX-512 without packing: f32, so that
-/// the process needs neither `gemm` nor its per-thread buffers.
-fn uses_avx512(dtype: DType) -> bool {
-    dispatch() >= Dispatch::Avx512 && dtype != DType::F64
-}
-
-/// Runs a GEMM without packing where its type [`uses_avx512`]; returns whether it did.
-fn try_avx512<R: Real>(
+/// `out = a b`, or `out += a b` with `accumulate`, in the accumulator type.
+fn multiply_unpacked<R: Real>(
     out: &mut [R],
     stride: usize,
     a: MatView<R>,
     b: MatView<R>,
     accumulate: bool,
     threading: Threading,
-) -> bool {
-    #[cfg(target_arch = "x86_64")]
-    if uses_avx512(R::DTYPE)
-        && let (Some(out), Some(a), Some(b)) = (downcast_slice_mut(out), a.downcast(), b.downcast())
-    {
-        // SAFETY: the dispatch has AVX-512, and `gemm` has checked every size.
-        unsafe {
-            match threading {
-                Threading::Serial => avx512::gemm(out, stride, a, b, accumulate),
-                Threading::Parallel => avx512::gemm_parallel(out, stride, a, b, accumulate),
-            }
+) {
+    // SAFETY: the dispatch has the instructions, and `gemm` has checked every size.
+    with_panel_kernel!(R, P => unsafe {
+        match threading {
+            Threading::Serial => unpacked::gemm::<R, P>(out, stride, a, b, accumulate),
+            Threading::Parallel => unpacked::gemm_parallel::<R, P>(out, stride, a, b, accumulate),
         }
-        return true;
-    }
-    let _ = (out, stride, a, b, accumulate, threading);
-    false
+    });
 }
 
 /// The convolution `g` of `images`, and its epilogue.
@@ -529,5 +463,7 @@ pub fn round<T: Elem>(values: &[T::Acc], out: &mut [T], threading: Threading) {
     }
 }
 
+#[cfg(test)]
+mod panel_tests;
 #[cfg(test)]
 mod tests;

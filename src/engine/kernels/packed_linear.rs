@@ -5,10 +5,8 @@ mod gpu;
 
 use candle_core::{DType, Result, Tensor};
 
-use super::linear::{column_sums, join_backward};
-use super::matmul::{
-    MatView, Threading, Transposed, converts_operands, gemm, gemm_workspace, is_native_dtype, round,
-};
+use super::linear::column_sums;
+use super::matmul::{MatView, Threading, Transposed, gemm, gemm_workspace, round};
 use super::{Elem, Real, cpu, reference};
 use crate::{vectorised, with_elem};
 
@@ -161,7 +159,7 @@ fn backward_cpu<T: Elem>(
         }
         Ok(dx)
     };
-    let (done, dx) = join_backward(T::DTYPE, weights, || needs_input_grad.then(input).transpose());
+    let (done, dx) = rayon::join(weights, || needs_input_grad.then(input).transpose());
     done?;
     dx?.map(|dx| cpu::tensor(dx, shape)).transpose()
 }
@@ -172,18 +170,13 @@ pub fn workspace(dtype: DType, rows: usize, k: usize, widths: &[usize], trained:
     let acc = cpu::acc_bytes(dtype);
     // Results in the accumulator type, if that is not the stored type.
     let acc_copy = |values: usize| if dtype.size_in_bytes() == acc { 0 } else { (values * acc) as u64 };
-    // Converting one map's columns of `dy` also converts the columns between them.
     let columns: usize = widths.iter().sum();
-    let gaps = if converts_operands(dtype) { acc_copy(rows * columns) } else { 0 };
     let largest = |packed: &dyn Fn(usize) -> u64| widths.iter().map(|n| packed(*n)).max().unwrap_or(0);
     let output = largest(&|n| gemm_workspace(dtype, (rows, k, n), Transposed::B, Threading::Parallel));
     let input = largest(&|n| gemm_workspace(dtype, (rows, n, k), Transposed::NONE, Threading::Parallel))
-        + acc_copy(rows * k)
-        + gaps;
+        + acc_copy(rows * k);
     let weights = widths.iter().zip(trained).filter(|(_, trained)| **trained);
     let weights =
-        weights.map(|(n, _)| gemm_workspace(dtype, (*n, rows, k), Transposed::A, Threading::Parallel) + gaps);
-    let weight = weights.max().unwrap_or(0);
-    let backward = if is_native_dtype(dtype) { weight + input } else { weight.max(input) };
-    (output + acc_copy(rows * columns), backward)
+        weights.map(|(n, _)| gemm_workspace(dtype, (*n, rows, k), Transposed::A, Threading::Parallel));
+    (output + acc_copy(rows * columns), weights.max().unwrap_or(0) + input)
 }

@@ -20,7 +20,8 @@ pub struct DistillOptions {
     pub temperature: f64,
     /// The teacher's fraction of the loss.
     pub weight: f64,
-    /// How many logits of each row are known, if they are stored; all are if the teacher computes along.
+    /// How many logits of each row are known, if they are stored; `None` if the teacher runs in every step, so that all
+    /// are.
     pub top_k: Option<usize>,
 }
 

@@ -1,8 +1,8 @@
 //! Rounds activations to 8-bit integers in training, by a range that follows the values that it sees.
 //!
-//! All micro-batches of an update are rounded by the same range, and the extremes of all its samples move it
-//! afterwards: how the update is split makes no difference. The range is a running statistic, so checkpoints and
-//! rollbacks have it; evaluation rounds by it and does not move it.
+//! All micro-batches of an update are rounded by the same range, and the minimum and maximum over all its samples move
+//! it afterwards, so the split of an update makes no difference. The range is a running statistic, so checkpoints and
+//! rollbacks include it; evaluation rounds by it and does not move it.
 
 use candle_core::{Result, Tensor};
 

@@ -1,6 +1,6 @@
 //! A layer on the reference backend: its forward pass in candle's own operations, its backward pass by candle's
-//! autograd on that forward pass. It has no code per layer, so that it can tell whether the kernels and the backward
-//! passes written here compute what candle does; and it runs on any device that candle has.
+//! autograd on that forward pass. It has no code per layer, so it is an independent check of the kernels and backward
+//! passes written here; and it runs on any device that candle supports.
 
 use candle_core::{Result, Tensor, Var, bail};
 

@@ -1,9 +1,9 @@
 //! How much of this program's code and constants is resident.
 //!
-//! A page fault maps the pages around the one that was touched too: 64 KiB, or 2 MiB where the page cache holds huge
-//! pages. What is resident would depend on the order of faults and on what else the machine runs. The kernel never maps
-//! across the end of a mapping, so the program is divided into small ones, and what is resident is what runs. It can be
-//! dropped at any time: pages that are touched again are in the page cache.
+//! A page fault also maps the pages around the one that was touched: 64 KiB, or 2 MiB where the page cache holds huge
+//! pages. Resident memory would then depend on the order of faults and on what else the machine runs. A fault never
+//! maps beyond its mapping, so the program is divided into small mappings: little more than the code that runs is
+//! resident. Pages can be dropped at any time; touching them again maps them from the page cache.
 
 use std::ops::Range;
 use std::sync::OnceLock;
@@ -24,7 +24,7 @@ fn ranges() -> &'static [Range<usize>] {
     })
 }
 
-/// The addresses of files whose path ends so.
+/// The read-only mappings of files whose path ends with `path`.
 fn read_only_mappings(path: &str) -> Vec<Range<usize>> {
     let maps = std::fs::read_to_string("/proc/self/maps").unwrap_or_default();
     maps.lines().filter(|line| line.ends_with(path)).filter_map(parse_read_only_mapping).collect()
@@ -100,8 +100,8 @@ fn advise(range: Range<usize>, advice: Advice) {
     let _ = (range, advice);
 }
 
-/// The addresses of a file mapping that is never written to, from a line of `/proc/self/maps`: code, or the constants at
-/// the start of the file. Behind the code are tables that were written to before they became read-only.
+/// The addresses of a file mapping that is never written to, from a line of `/proc/self/maps`: code, or the constants
+/// at the start of the file. Behind the code are tables that were written to before they became read-only.
 fn parse_read_only_mapping(line: &str) -> Option<Range<usize>> {
     let mut fields = line.split_whitespace();
     let (range, rights, offset) = (fields.next()?, fields.next()?, fields.next()?);

@@ -16,9 +16,8 @@ use candle_core::Device;
 use crate::base::ComputeCapability;
 use crate::base::units::Bytes;
 
-/// Device memory that the heap leaves to the driver. Kernels are loaded when they are first launched, and these, the
-/// plans of cuBLASLt and cuDNN and CUDA graphs take device memory that no budget counts and that fails a launch if
-/// there is none.
+/// Device memory that the heap leaves to the driver. Kernels, which are loaded at their first launch, plans of cuBLASLt
+/// and cuDNN, and CUDA graphs take device memory that no budget counts; without any left, a launch fails.
 pub const DRIVER_RESERVE_BYTES: u64 = 64 << 20;
 
 /// Physical bytes that a heap may map beyond its `tensors`: partially filled chunks. The budget counts tensors only.
@@ -29,8 +28,8 @@ fn slack(tensors: u64) -> u64 {
 
 const MAX_FIXED_SLACK: u64 = 96 << 20;
 
-/// The most bytes of tensors that fit into `free` bytes beside the driver's reserve and the chunks they fill partially:
-/// a fortieth of the tensors, or an eighth of few tensors.
+/// The most bytes of tensors that fit into `free` bytes beside the driver's reserve and the slack of partially filled
+/// chunks: a fortieth of the tensors, and at least 96 MiB or an eighth of them, whichever is less.
 pub fn max_tensor_bytes(free: u64) -> u64 {
     let heap = free.saturating_sub(DRIVER_RESERVE_BYTES);
     heap - heap.div_ceil(41).max(heap.div_ceil(9).min(MAX_FIXED_SLACK))

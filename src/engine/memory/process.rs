@@ -11,7 +11,7 @@ use super::resident_limit::{self, ResidentLimit};
 use super::{code_pages, measure, pressure};
 use crate::base::proc_status::{exact_resident, proc_status};
 
-/// How much code and constants of the program may be resident: little less than training, evaluation and checkpoints
+/// How much code and constants of the program may be resident: slightly less than training, evaluation and checkpoints
 /// touch.
 const MAX_CODE_BYTES: u64 = 19 << 19;
 

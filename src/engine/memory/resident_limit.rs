@@ -1,9 +1,9 @@
 //! Keeps the resident memory of this process outside its heap within the plan.
 //!
 //! Code and freed small blocks are resident although nothing reserved them. Both can be given back at any time: code is
-//! read again from the page cache when it runs, and the C library can trim its free blocks. The ledger limits code at
-//! every reservation, so that little of it runs between two checks: often while code is being mapped, seldom once a
-//! step repeats what ran before. A thread checks too, for work that reserves nothing.
+//! read again from the page cache when it runs, and the C library can trim its free blocks. Reservations in the ledger
+//! trigger the checks, so that little code is mapped between two of them; they are frequent while code is being mapped,
+//! and rare once steps repeat what ran before. A thread checks too, for work that reserves nothing.
 
 use std::fs::File;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
@@ -12,20 +12,20 @@ use std::time::{Duration, Instant};
 
 use super::{code_pages, measure, pressure};
 
-/// Code is dropped when less than this is left of its limit: more than a step maps between two checks. The first
-/// number is for small plans: their steps are short, and on a loaded machine checks come late. Of a larger one it is a
-/// 64th less half a MiB, but not more than the second: what is left is memory that was planned and is not used.
+/// Code is dropped when less than this is left of its limit: more than a step maps between two checks. Small plans use
+/// the first number, since their steps are short and checks come late on a loaded machine; larger ones a 64th of the
+/// plan minus half a MiB, at most the second number. The margin is memory that is planned and never used.
 const CODE_MARGIN_BYTES: (u64, u64) = (3 << 20, 4 << 20);
 const SMALL_PLAN_BYTES: u64 = 64 << 20;
 
-/// Added to it where other code begins than that of steps, such as an evaluation or an event.
+/// Added to the margin before code that steps do not run, such as an evaluation or an event.
 const OTHER_CODE_BYTES: u64 = 1 << 20;
 
-/// Dropped beyond that, so that the next check finds room.
+/// Dropped beyond the margin, so that the next check has nothing to drop.
 const DROPPED_BYTES: u64 = 1 << 19;
 
-/// Fragments are trimmed when less than this part of the plan is left, but not less than the first and not more than
-/// the second number of bytes: a larger job leaves larger fragments between two checks.
+/// Freed blocks are trimmed when less than this fraction of the plan is left, within these bounds in bytes: a larger
+/// job leaves larger fragments between two checks.
 const TRIM_MARGIN_FRACTION: u64 = 64;
 const TRIM_MARGIN_BYTES: (u64, u64) = (1 << 20, 4 << 20);
 
@@ -84,8 +84,8 @@ fn watch() {
 }
 
 /// Drops code beyond its limit, if it is time to check. Costs some nanoseconds if it is not, and microseconds if
-/// nothing exceeds the limit. Waits for a check of another thread, which may have lost its core: what would run
-/// meanwhile is not limited.
+/// nothing exceeds the limit. Waits for a check of another thread, even if that was preempted: code mapped meanwhile
+/// would not be limited.
 pub fn limit_code() {
     if IS_SET.load(Relaxed)
         && let Some(state) = lock().as_mut()
@@ -155,7 +155,7 @@ impl LimitState {
     }
 }
 
-/// What is to be left of the limit of code in a plan of this size.
+/// The margin below the limit of code in a plan of this size.
 fn code_margin(planned: u64) -> u64 {
     match planned {
         ..SMALL_PLAN_BYTES => CODE_MARGIN_BYTES.0,

@@ -1,4 +1,4 @@
-//! Evaluates what an export holds beside the model it came from.
+//! Evaluates an export and the model it was made from.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -18,9 +18,9 @@ impl Drop for TemporaryFile {
     }
 }
 
-/// The metrics of `model` on `dataset`, or of the `whole` one it was shrunk from, and those of what is read back from
-/// its export. `progress` is called with the samples done of twice the dataset. Afterwards `model` has its own weights
-/// again.
+/// The metrics on `dataset` before and after the export: of `model`, or of the `whole` model it was shrunk from, and of
+/// the weights read back from its export. `progress` gets the samples done, out of twice the dataset. `model` holds the
+/// exported weights meanwhile and its own again at the end.
 pub fn compare(
     whole: Option<&TrainedModel>,
     model: &mut TrainedModel,

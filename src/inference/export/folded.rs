@@ -1,8 +1,8 @@
 //! The network as mobile runtimes compute it: operators in order, with batch norm folded into the layer before it.
 //!
-//! A folded weight is `W g / sqrt(v + eps)` and its bias `b + (c - m) g / sqrt(v + eps)`, for a norm with the weight
-//! g, the bias b and the statistics m and v over a layer with the bias c. What is read back of it are parameters that
-//! compute the same: those, with statistics that change nothing.
+//! A folded weight is `W g / sqrt(v + eps)` and its bias `b + (c - m) g / sqrt(v + eps)`, for a norm with the weight g,
+//! the bias b and the statistics m and v over a layer with the bias c. Reading a folded file back gives parameters that
+//! compute the same: the folded ones, with a norm that is the identity.
 
 mod rescaling;
 
@@ -69,7 +69,7 @@ pub(super) struct FoldedValue {
     pub name: String,
     /// Shape of one sample; images are (height, width, channels).
     pub shape: Vec<usize>,
-    /// How it is stored as 8-bit integers, if it is.
+    /// Scale and zero point, if it is stored as 8-bit integers.
     pub quantization: Option<AffineQuantization>,
 }
 
@@ -259,8 +259,8 @@ impl<'a> FoldedNetwork<'a> {
         )
     }
 
-    /// Adds a layer, with `norm`, which follows it, if that folds into it: then the second of what is returned is
-    /// true.
+    /// Adds a layer and folds `norm`, which follows it, into it if possible. Returns the layer's value and whether
+    /// `norm` was folded.
     fn layer(
         &mut self,
         layer: &dyn Layer,

@@ -34,7 +34,7 @@ pub(super) const FILE: &str = "model.gguf";
 /// The version of GGUF's `general.quantization_version`: the block layouts of the quantized types.
 const QUANTIZATION_VERSION: u32 = 2;
 
-/// Writes `model.gguf` and returns notes on tensors that have another type than asked.
+/// Writes `model.gguf` and returns notes on tensors of another type than the requested one.
 pub(super) fn write(
     source: &ExportSource,
     built: &BuiltModel,

@@ -33,7 +33,7 @@ impl ExportFormat {
         }
     }
 
-    /// Whether models of this kind have a form in the format.
+    /// Whether the format can represent models of this kind.
     pub fn supports(self, kind: &str) -> bool {
         match self {
             Self::Safetensors | Self::Onnx => true,
@@ -132,7 +132,7 @@ impl QuantizedType {
         }
     }
 
-    /// The formats that have a form of it.
+    /// The formats that support it.
     pub fn formats(self) -> &'static [ExportFormat] {
         match self {
             Self::Int8 => &[ExportFormat::Onnx, ExportFormat::Tflite],
@@ -141,7 +141,7 @@ impl QuantizedType {
         }
     }
 
-    /// Whether models of this kind have a form of it in its formats.
+    /// Whether its formats support it for models of this kind.
     pub fn supports(self, kind: &str) -> bool {
         match self {
             Self::Int8 => INT8_KINDS.contains(&kind) || BLOCK_KINDS.contains(&kind),
@@ -206,7 +206,7 @@ impl ExportOptions {
         self.quantize.map_or_else(|| self.dtype().name(), QuantizedType::name)
     }
 
-    /// Refuses what the format has no form for, before anything is read.
+    /// Refuses combinations that the format cannot represent, before anything is read.
     pub fn check(&self, kind: &'static str) -> Result<(), ExportError> {
         if !self.format.supports(kind) {
             return Err(ExportError::UnsupportedPair { kind, format: self.format });

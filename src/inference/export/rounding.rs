@@ -1,9 +1,9 @@
 //! Rounds the matrices of a model by GPTQ to the blocks that an export writes.
 //!
 //! The network is walked block by block with samples of the training set: the inputs of a linear layer are computed
-//! with everything before it rounded as the export rounds it. What has no grid is rounded to the nearest first, and a
-//! token table that is the output layer too by the inputs that this layer has before anything is rounded. Gives a file
-//! of the rounded weights and the scales of their blocks, which the export encodes.
+//! with everything before it rounded as the export rounds it. Weights without a grid are rounded to the nearest value
+//! first. A token table that is also the output layer is rounded with the inputs that this layer has before anything is
+//! rounded. Gives a file of the rounded weights and the scales of their blocks, which the export encodes.
 
 use std::any::Any;
 use std::collections::BTreeMap;
@@ -36,7 +36,7 @@ use crate::train::Failure;
 /// The scales of the blocks of each rounded parameter, (outputs, blocks of an output).
 pub type BlockScales = BTreeMap<String, Vec<BlockScale>>;
 
-/// Weights that are values of the format already.
+/// Weights that are already rounded to values of the format.
 pub struct RoundedWeights {
     /// Safetensors under the names of the parameters.
     pub file: tempfile::TempPath,
@@ -45,7 +45,8 @@ pub struct RoundedWeights {
     pub skipped: u64,
 }
 
-/// Damping of a token table that is the output layer too: a lookup gives a row as it is, as if each input were alone.
+/// Damping of a token table that is also the output layer. Large, because a lookup returns a row as it is: there, the
+/// errors of different inputs cannot compensate each other.
 const TIED_DAMPING: f64 = 1.0;
 
 /// A linear layer whose weights are rounded.
@@ -272,7 +273,7 @@ fn largest_between_blocks(network: &Network) -> usize {
     network.blocks.iter().filter_map(|block| block.nodes.last()).map(output).max().unwrap_or(0)
 }
 
-/// Rounds what GPTQ does not as the export will, so that what follows makes up for it.
+/// Rounds the weights that GPTQ does not round, as the export will, so that GPTQ compensates for their error too.
 fn round_others(
     source: &ExportSource,
     mappings: &[TensorMapping],

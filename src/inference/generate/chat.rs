@@ -92,7 +92,7 @@ impl<'a> Conversation<'a> {
         self.template.render_text(messages, to_answer, self.max_bytes)
     }
 
-    /// What ends an answer, besides the end-of-text token: what the template writes after one.
+    /// The strings that end an answer, besides the end-of-text token: what the template writes after an answer.
     pub fn stop_strings(&self) -> Vec<String> {
         // Words that no template contains.
         const ANSWER: &str = "Zq7answer";

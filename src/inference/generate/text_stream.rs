@@ -42,9 +42,9 @@ impl<'a> TextStream<'a> {
         let pending = self.tokens.len() - self.decoded;
         match self.new_text(self.tokens.len()) {
             Some(new) if !new.ends_with(char::REPLACEMENT_CHARACTER) => self.accept(&new, pending),
-            // Half a character, or the new token changes the text before it, which is out: more tokens may settle it.
+            // Half a character, or the new token changes text that was already returned: more tokens may resolve it.
             _ if pending < MAX_CHAR_TOKENS => String::new(),
-            // What was not text before the last character never will be.
+            // Bytes before the last character that are no text never become text.
             Some(new) => {
                 let (settled, count) = self.without_last_character(new);
                 self.accept(&settled, count)

@@ -39,7 +39,7 @@ pub struct Series {
     pub points: Vec<Point>,
 }
 
-/// Something to mark on the axis of steps, explained when pointed at.
+/// A marker on the step axis, with a tooltip.
 pub struct Mark {
     pub run: usize,
     pub at: Point,

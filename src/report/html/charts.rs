@@ -10,7 +10,7 @@ use crate::history::{MemoryMark, PlannedPeak, Point, RunHistory};
 use crate::report::axes::Unit;
 use crate::report::{event_lines, text};
 
-/// A budget above this multiple of everything else would flatten the curves; it is said instead of drawn.
+/// A budget above this multiple of everything else would flatten the curves; it is written as text instead.
 const MAX_BUDGET_RATIO: f64 = 3.0;
 
 /// `A`, `B`, ... for several runs; nothing for one.

@@ -1,5 +1,5 @@
 //! Memory at a peak, planned or reserved, as an icicle: spaces, roles, and parts by their dotted names. Nested boxes
-//! whose widths are their bytes; a script lets one click into a box, and without it all of them can be read.
+//! whose widths are their bytes. A script zooms into a box on click; without it, every box is readable.
 
 use std::fmt::Write;
 

@@ -38,7 +38,7 @@ pub struct CheckpointState {
     pub data: Option<DataFingerprint>,
     /// Kind of the optimizer in force; the saved optimizer state belongs to it.
     pub optimizer: OptimizerKind,
-    /// The plan in force, and the larger plans given up.
+    /// The execution plan in force, and the larger plans given up.
     #[serde(alias = "way")]
     pub plan: ExecutionPlan,
     #[serde(alias = "descent")]

@@ -1,5 +1,5 @@
-//! What an engine does on a GPU only: captured passes, gradient statistics without a synchronize, evaluations without
-//! cuDNN once it failed, and the meaning of failed allocations.
+//! The GPU-only parts of an engine: captured passes, gradient statistics without a synchronize, evaluations without
+//! cuDNN once it failed, and the mapping of failed allocations to errors.
 
 use std::cell::Cell;
 
@@ -31,7 +31,7 @@ pub struct GpuState {
     grad_stats: Option<DeviceGradStats>,
     /// Places passes in an arena and replays them as CUDA graphs.
     graphs: Option<GraphCache>,
-    /// Evaluations do without cuDNN from its first failure on; the error is kept until it is reported.
+    /// After the first failure of cuDNN, evaluations do not use it; the error is kept until it is reported.
     cudnn_failed: Cell<bool>,
     cudnn_failure: Cell<Option<String>>,
 }
@@ -77,8 +77,8 @@ impl GpuState {
         self.cudnn_failure.take()
     }
 
-    /// Runs an evaluation pass; if cuDNN fails, again with our own kernels, and so from then on. Training never changes
-    /// its kernels: the same run would no longer give the same bits.
+    /// Runs an evaluation pass. If cuDNN fails, repeats it with our own kernels, and uses those from then on. Training
+    /// never switches kernels: the same run would no longer be bitwise reproducible.
     pub fn without_failing_cudnn<R>(&self, pass: impl Fn() -> Result<R, StepError>) -> Result<R, StepError> {
         if !self.cudnn_failed.get() {
             let result = pass();
@@ -129,8 +129,8 @@ impl PassScope<'_> {
     }
 }
 
-/// Turns a failed GPU allocation into an OOM error: with the bytes requested from the heap and those it had, or, if the
-/// driver itself ran out, with its reserve and what is free of it.
+/// Turns a failed GPU allocation into an OOM error: with the bytes requested from the heap and those available or, if
+/// the driver itself ran out, with the driver's reserve and what is free of it.
 pub fn map_oom(setup: &Setup, ledger: &Ledger, role: Role, error: StepError) -> StepError {
     let (StepError::Tensor(cause), Some(gpu)) = (&error, &setup.gpu) else { return error };
     let from_heap = gpu.take_last_oom();

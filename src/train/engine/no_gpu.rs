@@ -1,4 +1,4 @@
-//! The interface of `gpu.rs` in builds without CUDA, with nothing behind it.
+//! The interface of `gpu.rs` in builds without CUDA; it does nothing.
 
 use std::marker::PhantomData;
 

@@ -135,7 +135,7 @@ impl<'a> RunContext<'a> {
         let (setup, plan) = (self.setup, self.engine.plan());
         let micro_batch = setup.loaded_batch(plan);
         self.engine.host_ledger.set_phase(Phase::Start);
-        let prefetch_bytes = setup.loader_bytes(micro_batch, plan.prefetch);
+        let prefetch_bytes = setup.loader_bytes(micro_batch, plan.prefetch, setup.total_steps);
         let reservation = self
             .engine
             .host_ledger

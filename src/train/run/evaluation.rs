@@ -101,7 +101,8 @@ impl EvaluationState {
         }
         let rank = setup.job.checkpoint.best;
         let value = self.metrics.get(&rank.name()).copied().unwrap_or(f64::NAN);
-        // The weights of before the last selection, or in floats, are not what the job states, however good they are.
+        // Earlier weights that are less pruned, or not yet rounded, do not compete: they are not the model that the job
+        // asks for.
         let is_as_small = |before: u64| {
             let (prune, quantize) = (setup.job.pruning(), setup.job.quantize.as_ref());
             prune.is_none_or(|prune| prune.sparsity(before) >= prune.sparsity(step))
@@ -127,7 +128,7 @@ pub(super) enum EvaluationOutcome {
 fn try_warm_up(ctx: &RunContext) -> Result<(), UpdateError> {
     let (setup, samples) = (ctx.setup, ctx.setup.datasets.valid.len() as usize);
     let micro_batch = ctx.engine.plan().eval_micro_batch.min(samples);
-    let bytes = setup.loader_bytes(micro_batch, 0);
+    let bytes = setup.eval_loader_bytes(micro_batch, 0);
     let hold = ctx.engine.host_ledger.reserve(Role::DataPipeline, "evaluation prefetch", bytes);
     let _hold = hold.map_err(UpdateError::Oom)?;
     for rows in [micro_batch, samples % micro_batch.max(1)].into_iter().filter(|rows| *rows > 0) {
@@ -152,7 +153,7 @@ fn evaluate_from<'a>(
     let (setup, plan, samples) = (ctx.setup, ctx.engine.plan(), ctx.setup.datasets.valid.len());
     ctx.engine.ledger.set_phase(Phase::Eval);
     let micro_batch = plan.eval_micro_batch.min(samples as usize);
-    let prefetch_bytes = setup.loader_bytes(micro_batch, plan.prefetch);
+    let prefetch_bytes = setup.eval_loader_bytes(micro_batch, plan.prefetch);
     let hold = ctx.engine.host_ledger.reserve(Role::DataPipeline, "evaluation prefetch", prefetch_bytes);
     let _hold = hold.map_err(UpdateError::Oom)?;
     let metric_bytes = setup.metrics.bytes;
@@ -183,8 +184,8 @@ fn evaluate_from<'a>(
     Ok(true)
 }
 
-/// Loss and accuracy of the training samples since the last evaluation, as they were seen: each before its update, with
-/// dropout and augmentation.
+/// Loss and accuracy of the training samples since the last evaluation, as computed in training: each before its
+/// update, with dropout and augmentation.
 fn train_metrics(sums: &MetricSums, features: &Features) -> BTreeMap<String, f64> {
     if sums.count == 0 {
         return BTreeMap::new();

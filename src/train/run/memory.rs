@@ -76,7 +76,8 @@ impl MemoryControl {
         if retry {
             ctx.engine.release_graphs();
         }
-        // What the driver loads stays loaded: from the next attempt on, the heap has what is left.
+        // Return free chunks to the driver, so that it can load what it lacked; it stays loaded, and the heap maps what
+        // is left.
         if oom.refused_by == RefusedBy::Driver {
             ctx.setup.gpu.iter().for_each(|gpu| gpu.release_free_chunks());
         }
@@ -149,7 +150,9 @@ impl MemoryControl {
         }
         let (setup, current) = (ctx.setup, ctx.engine.plan());
         let no_prefetch = ExecutionPlan { prefetch: 0, ..current };
-        let loader_bytes = |plan: ExecutionPlan| setup.loader_bytes(setup.loaded_batch(plan), plan.prefetch);
+        let loader_bytes = |plan: ExecutionPlan| {
+            setup.loader_bytes(setup.loaded_batch(plan), plan.prefetch, setup.total_steps)
+        };
         // Smaller micro-batches free GPU memory, not host memory.
         let smaller = next_smaller(ctx, 0).filter(|_| setup.gpu.is_none());
         let next = match pressure::choose_action(

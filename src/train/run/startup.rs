@@ -89,7 +89,7 @@ pub(super) fn fingerprint(
     recorded: Option<&DataFingerprint>,
     opening: &DatasetContext,
 ) -> Result<DataFingerprint, Failure> {
-    // A teacher that is trained on is another experiment.
+    // Fingerprint the teacher's weights too: if they change, it is another experiment.
     let teacher = setup.teacher.as_ref().map(|teacher| &teacher.weights);
     let teacher = teacher.map(|file| FingerprintInput::file("distill.teacher", file));
     let sources = fingerprint::fingerprint_sources(
@@ -111,8 +111,8 @@ pub(super) fn fingerprint(
     Ok(DataFingerprint { sources, classes, vocabulary, tokenizer })
 }
 
-/// The checkpoint that a run starts from, and what was passed over on the way to it. Refuses to resume another
-/// experiment, or a run that has checkpoints of which none is whole.
+/// The checkpoint that a run starts from, and the newer ones that were skipped. Refuses to resume another experiment,
+/// or a run none of whose checkpoints is intact.
 pub(super) fn newest_checkpoint(
     folder: &RunDir,
     resumed: bool,
@@ -195,7 +195,7 @@ pub(super) fn write_run_files(folder: &RunDir, setup: &Setup, plan: &MemoryPlan)
     }
     run_dir::write_atomic_with(&folder.preprocessing(), |out| setup.preprocessing.write(out))?;
     run_dir::write_atomic_with(&folder.plan(), |out| Ok(serde_json::to_writer_pretty(out, plan)?))?;
-    // A vocabulary as JSON is many small blocks, between which training would not find room.
+    // A vocabulary as JSON leaves many small freed blocks, which would fragment the heap of training.
     pressure::trim_malloc();
     Ok(())
 }
@@ -277,7 +277,7 @@ impl Run<'_> {
         let reserve = || host.reserve(Role::Workspace, FACTORIZATION, bytes);
         let held = match (bytes > 0).then(reserve).transpose() {
             Ok(held) => held,
-            // It has no smaller form: retry once as is.
+            // Loading has no smaller form: retry once as is.
             Err(first) => {
                 self.ctx.record_oom(&first)?;
                 Some(reserve().map_err(StepError::Oom)?)

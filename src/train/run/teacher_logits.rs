@@ -90,14 +90,14 @@ impl LogitEntry {
                 let put = options.opening.cache.put(ENTRY, self.key, |out| {
                     match computed.insert(compute(setup, options, teacher, plan, report, out)) {
                         Ok(true) => Ok(()),
-                        // Leaves no entry; `computed` says why.
+                        // An error, so that the cache keeps no entry; `computed` holds the cause.
                         _ => Err(DataError::OutOfMemory { bytes: 0 }),
                     }
                 });
                 if computed.transpose()? == Some(false) {
                     return Ok(None);
                 }
-                // If it was not begun, the error is that of the cache.
+                // If the computation was not begun, the error is that of the cache.
                 put?
             }
         };

@@ -1,4 +1,4 @@
-//! Batches on their way to a GPU: reserves the staging buffers, uploads through them, and frees them.
+//! Uploads batches to a GPU: reserves the staging buffers, copies through them, and frees them.
 
 use std::cell::RefCell;
 use std::sync::Arc;

@@ -1,4 +1,4 @@
-//! In place of `gpu` in a build without CUDA: no batch is on its way to a GPU.
+//! The interface of `gpu.rs` in builds without CUDA: batches need no staging.
 
 use std::convert::Infallible;
 

@@ -112,10 +112,10 @@ impl Observer for ReferenceRecorder {
 /// Compares a run with the reference.
 pub struct ComparisonObserver {
     reference: Arc<ReferenceRecorder>,
-    /// A gradient below this fraction of the average is rounding.
+    /// A gradient below this fraction of the overall RMS counts as rounding error.
     noise: f64,
-    /// How the run differs. If every update moves it further away, values are compared at the first, and gradients of
-    /// rounding count as such.
+    /// How the run differs from the reference. If it drifts away with every update, values are compared at the first
+    /// only, and gradients that are rounding error get a small weight.
     kind: VariantKind,
     differences: Mutex<RunDifferences>,
 }
@@ -131,7 +131,7 @@ struct RunDifferences {
 }
 
 impl ComparisonObserver {
-    /// `tolerance` is the one for another order of additions, even if this variant must be exact.
+    /// `tolerance` is that for another summation order, even if this variant must be exact.
     pub fn new(reference: Arc<ReferenceRecorder>, tolerance: Tolerance, kind: VariantKind) -> Self {
         Self { reference, noise: 10.0 * tolerance.losses, kind, differences: Mutex::default() }
     }

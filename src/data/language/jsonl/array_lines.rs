@@ -1,6 +1,6 @@
 //! Reads a JSON array as JSON Lines: one value per line, as the files of Alpaca and ShareGPT are published.
 //!
-//! Values are not parsed, only delimited, in constant memory: what is no JSON is reported when its line is read.
+//! Values are not parsed, only delimited, in constant memory: invalid JSON is reported when its line is read.
 
 use std::io::{self, BufRead, Read};
 

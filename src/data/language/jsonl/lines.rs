@@ -30,9 +30,9 @@ impl LineContext<'_> {
     }
 }
 
-/// Calls `convert` with every line of `files`, on any thread, and `take` with the results in order. A line that takes
-/// more memory than one of several threads has, and those behind a chunk's results that are too large to keep
-/// (`bytes_of` each), are converted just before they are taken, while no other thread works.
+/// Calls `convert` with every line of `files`, on any thread, and `take` with the results in order. From the first line
+/// of a chunk that needs more memory than one of several threads has, or whose result (`bytes_of`) makes the results of
+/// the chunk too large to keep, lines are converted just before they are taken, while no other thread works.
 pub fn convert_lines<T: Send>(
     files: &[PathBuf],
     progress: &FileProgress,

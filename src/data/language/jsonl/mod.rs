@@ -288,7 +288,7 @@ fn class_names(found: &tokenized::TokenizedSummary) -> Vec<String> {
     names
 }
 
-/// Classes that look like several labels each.
+/// A warning about class names that look like several labels in one.
 fn label_list_warning(names: &[String]) -> Option<String> {
     let separator = match labels::detect(names.iter().map(String::as_str))? {
         LabelLists::Separated(separator) => Some(separator),

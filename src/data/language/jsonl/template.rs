@@ -73,8 +73,8 @@ impl ChatMessage {
         self.role.len() + self.content.as_ref().map_or(0, String::len) + more
     }
 
-    /// As the built-in templates take it: they know no developer, no reasoning and no tool calls, so that reasoning and
-    /// calls become text, as Hermes and Qwen write them.
+    /// The message for built-in templates. They know no developer role, reasoning or tool calls: reasoning and calls
+    /// become text in the form of Hermes and Qwen.
     fn simplified(&self) -> Self {
         let role = if self.role == "developer" { "system" } else { self.role.as_str() };
         let mut content = self.content.clone().unwrap_or_default();

@@ -38,7 +38,7 @@ impl Executor<'_> {
                 (Node::Residual(residual), Some(SavedNode::Residual(saved))) => {
                     self.residual_backward(residual, saved, dy)?
                 }
-                // No trained parameter is here or before.
+                // Neither this node nor any before it has a trained parameter.
                 _ => None,
             };
             let Some(dx) = dx else { return Ok(None) };

@@ -1,4 +1,4 @@
-//! Weights that a store has as 8-bit integers: a layer has them as floats while it runs.
+//! Dequantizes weights that a store holds as 8-bit integers, each layer's while it runs.
 
 use std::sync::Arc;
 
@@ -14,7 +14,7 @@ use crate::params::ParamId;
 /// The name that its reservations carry.
 const WEIGHTS: &str = "teacher's dequantized weights";
 
-/// The floats of a layer; empty if the store has floats.
+/// The dequantized weights of a layer; empty if the store holds floats.
 #[derive(Default)]
 pub(super) struct DequantizedWeights {
     copies: Vec<(ParamId, Tensor)>,
@@ -22,7 +22,7 @@ pub(super) struct DequantizedWeights {
 }
 
 impl DequantizedWeights {
-    /// The pass of the layer that reads them.
+    /// The pass for the layer that reads these copies.
     pub fn in_pass<'a>(&'a self, pass: PassContext<'a>) -> PassContext<'a> {
         match self.copies.is_empty() {
             true => pass,
@@ -32,7 +32,7 @@ impl DequantizedWeights {
 }
 
 impl Executor<'_> {
-    /// The weights among these parameters as floats, if the store has 8-bit integers.
+    /// Dequantizes the weights among these parameters, if the store holds 8-bit integers.
     pub(super) fn dequantize(&self, params: impl FnOnce() -> Vec<ParamId>) -> StepResult<DequantizedWeights> {
         let Some(int8) = self.int8 else { return Ok(DequantizedWeights::default()) };
         let params = params();

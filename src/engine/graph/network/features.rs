@@ -37,7 +37,7 @@ pub struct FeatureMatch {
     pub weight: f64,
 }
 
-/// The gradients of features, until the backward pass reaches their blocks.
+/// The gradients of matched features, kept until the backward pass reaches their blocks.
 #[derive(Default)]
 pub(super) struct FeatureGradients {
     /// All losses so far, times their weights; `None` in a dry run.
@@ -46,7 +46,7 @@ pub(super) struct FeatureGradients {
 }
 
 impl FeatureGradients {
-    /// Adds what a match of this block left.
+    /// Adds the loss and the gradient of a match at this block.
     pub fn add(&mut self, exec: &Executor, block: usize, matched: MatchedFeature) -> StepResult<()> {
         self.loss = match (self.loss.take(), matched.loss) {
             (Some(all), Some(one)) => Some((all + one)?),
@@ -74,7 +74,7 @@ impl FeatureGradients {
     }
 }
 
-/// What a match leaves behind.
+/// The loss and the gradient of one match.
 pub(super) struct MatchedFeature {
     /// Times its weight; `None` in a dry run.
     pub loss: Option<Tensor>,
@@ -113,7 +113,8 @@ impl FeatureMatch {
             + feature_error::workspace(spec.dtype, rows, self.outputs, on_cpu)
     }
 
-    /// The weight of each row. Those of a sample, or of one of its targets, are averaged; padding does not count.
+    /// The weight of each row in the loss: rows are averaged within a sample or, if it has several targets, within
+    /// each; padding has weight 0.
     fn row_weights(&self, targets: &Tensor, lengths: Option<&[u32]>) -> Result<Vec<f32>> {
         let samples = targets.dim(0)?;
         let of_targets = distillation::row_weights(targets, samples * self.target_rows)?;

@@ -28,7 +28,7 @@ pub struct TeacherNetwork {
     pub every_step: bool,
 }
 
-/// What the student compares itself with, in its type.
+/// What the student is compared with, in the student's dtype.
 #[derive(Default)]
 pub(super) struct TeacherOutput {
     pub logits: ReservedTensor,
@@ -37,7 +37,7 @@ pub(super) struct TeacherOutput {
 }
 
 impl TeacherNetwork {
-    /// What executes it: a pass with its weights, in its type.
+    /// Its executor, in the teacher's dtype; `pass` has the teacher's weights.
     pub fn executor<'a>(
         &'a self,
         pass: Option<PassContext<'a>>,
@@ -48,8 +48,8 @@ impl TeacherNetwork {
         Executor { int8: self.int8.as_ref(), ..Executor::new(pass, spec, ledger) }
     }
 
-    /// Its logits, in f32 on the host, by a pass of its own: `exec` is its [`executor`](Self::executor). Floats among
-    /// the inputs have its type. Empty in a dry run.
+    /// Its logits, in f32 on the host. `exec` is its [`executor`](Self::executor), and float inputs have its dtype.
+    /// Empty in a dry run.
     pub fn logits_on_host(&self, exec: &Executor, inputs: Option<&Tensor>) -> StepResult<Vec<f32>> {
         let _kernels = ReferenceScope::enter(exec.spec.backend.is_reference());
         exec.ledger.set_phase(Phase::Teacher);
@@ -58,14 +58,14 @@ impl TeacherNetwork {
         drop(x);
         let outputs = self.network.loss.outputs_per_sample();
         let _logits = exec.reserve(Role::Activations, LOGITS, exec.spec.bytes(outputs))?;
-        // As f32 where they are computed, and on the host.
+        // Two f32 copies: one on the device and one on the host.
         let copies = 2 * exec.spec.batch * outputs * size_of::<f32>();
         let _copies = exec.reserve(Role::Workspace, LOGITS, copies as u64)?;
         let values = logits.map(|logits| host::to_vec(&logits.to_dtype(DType::F32)?));
         Ok(values.transpose()?.unwrap_or_default())
     }
 
-    /// Its logits and features in evaluation mode, in the type of the student; nothing else of its pass stays.
+    /// Its logits and features in evaluation mode, in the student's dtype. Frees everything else of the pass.
     pub(super) fn run(
         &self,
         student: &Executor,

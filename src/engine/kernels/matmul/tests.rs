@@ -1,4 +1,4 @@
-//! Products of converted operands, and of rows beyond what is packed at a time.
+//! The GEMM that the sizes, the type and the dispatch choose.
 
 use half::{bf16, f16};
 
@@ -49,20 +49,18 @@ fn operands_are_converted_block_by_block() {
     }
 }
 
-/// Rows beyond what is packed at a time, and the last of them alone.
 #[test]
-fn many_rows_are_multiplied_in_blocks() {
-    let (k, n, extra) = (600, 40, 5);
-    let m = max_packed_rows(DType::F32, k) + extra;
-    let (a, b) = (values::<f32>(m * k, 1), values::<f32>(k * n, 2));
-    let b = MatView::new(&b, k, n);
-    let (mut whole, mut last) = (vec![f32::NAN; m * n], vec![f32::NAN; 2 * extra * n]);
-    gemm(&mut whole, n, MatView::new(&a, m, k), b, false, Threading::Parallel);
-    let from = m - 2 * extra;
-    for i in 0..2 {
-        let rows = MatView::new(&a[(from + i * extra) * k..], extra, k);
-        gemm(&mut last[i * extra * n..], n, rows, b, false, Threading::Parallel);
+fn an_empty_sum_is_zero() {
+    let (a, b) = (MatView::new(&[], 2, 0), MatView::new(&[], 0, 3));
+    for threading in [Threading::Serial, Threading::Parallel] {
+        let mut out = [7f32; 8];
+        gemm::<f32>(&mut out, 4, a, b, true, threading);
+        assert_eq!(out, [7.0; 8]);
+        gemm::<f32>(&mut out, 4, a, b, false, threading);
+        assert_eq!(out, [0.0, 0.0, 0.0, 7.0, 0.0, 0.0, 0.0, 7.0]);
+        let mut out = [bf16::ONE; 6];
+        let (a, b) = (MatView::new(&[], 2, 0), MatView::new(&[], 0, 3));
+        matmul::<bf16>(&mut out, a, b, threading);
+        assert_eq!(out, [bf16::ZERO; 6]);
     }
-    let close = |(whole, last): (&f32, &f32)| (whole - last).abs() < 1e-4;
-    assert!(whole[from * n..].iter().zip(&last).all(close));
 }

@@ -404,8 +404,8 @@ fn costs_are_what_the_allocator_counts() {
         || is_reference_under_test()
         || test_device().is_cuda()
     {
-        // The buffers that other GEMMs keep per thread are planned apart, candle's are only bounded, and the trials of
-        // random jobs compare those of a GPU with its memory pool.
+        // Not comparable here: the buffers that other GEMMs keep per thread are planned separately, those of candle
+        // have only a bound, and GPU memory is checked by the random jobs.
         return;
     }
     let mut child = std::process::Command::new(std::env::current_exe().unwrap());

@@ -1,7 +1,7 @@
 //! The factors by which a runtime rescales 8-bit integers: the scale of what an operator computes over that of its
 //! output. XNNPACK, which LiteRT uses by default, refuses a file with a factor of 2^8 or more, or, of a sum, below
-//! 2^-10. A factor is that large where a value hardly varies, as behind a layer that pruning emptied. Its scale is
-//! raised then: its steps were finer than what they are computed from.
+//! 2^-10. A factor is that large where a value hardly varies, as after a layer whose weights were all pruned. The scale
+//! of the value is then raised; nothing is lost, since its steps were finer than those of its inputs.
 
 use super::{FoldedNetwork, FoldedValue, FoldedWeights, Op, Operator};
 use crate::inference::export::error::ExportError;
@@ -29,7 +29,7 @@ fn bound(
 ) -> Result<(), ExportError> {
     let scale = |values: &[FoldedValue], at: usize| values[at].quantization.map(|q| q.scale);
     let mut is_bound = false;
-    // Scales only grow, and those of inputs by no more than their output's: this ends.
+    // Terminates: scales only grow, and those of inputs by no more than that of their output.
     while !std::mem::replace(&mut is_bound, true) {
         for operator in operators {
             let inputs: Option<Vec<f32>> = operator.inputs.iter().map(|at| scale(values, *at)).collect();
@@ -38,7 +38,7 @@ fn bound(
             let computed = match &operator.op {
                 Op::Conv(_, weights) | Op::Linear(weights) => sum_scale(weights, inputs[0])?,
                 Op::Add | Op::GlobalPool => largest,
-                // What is only moved has the same scale on both sides.
+                // Values that are only moved keep their scale.
                 Op::MaxPool(_) | Op::Flatten => MAX_FACTOR * largest,
                 Op::Activation(_) | Op::GroupNorm { .. } | Op::Embedding { .. } => continue,
             };

@@ -2,7 +2,7 @@
 //!
 //! llama.cpp has its own implementations of byte-level BPE (`gpt2`) and of SentencePiece's BPE with byte fallback
 //! (`llama`), selected by name. A vocabulary of characters becomes byte-level: a character of several bytes is merged
-//! from them. Refuses what llama.cpp would split otherwise than the tokenizer that the model was trained with.
+//! from them. Refuses a tokenizer that llama.cpp would not reproduce exactly.
 
 use std::collections::HashMap;
 
@@ -22,7 +22,7 @@ const USER_DEFINED: i32 = 4;
 const UNUSED: i32 = 5;
 const BYTE: i32 = 6;
 
-/// The score of a token that no merge makes, below those of all merges.
+/// The score of a token that is no result of a merge: below the scores of all merges.
 const NO_MERGE: f32 = -1e6;
 
 /// Patterns that split text into words before BPE, and llama.cpp's names of them.
@@ -37,7 +37,7 @@ const PATTERNS: [(&str, &str); 2] = [
     ),
 ];
 
-/// Symbols in the order of how little a text would miss them.
+/// Symbols, those that texts need least first.
 const SELDOM_USED: &str = "\0\u{7f}\u{fffd}\u{feff}`~^|\\{}@#$%&<>=_+*[]/";
 
 /// How the tokenizer works.
@@ -245,7 +245,7 @@ fn tokens(
     let mut tokens: Vec<Token> = (0..vocab).map(unused).collect();
     let sentence_piece = matches!(family, Family::SentencePiece { .. });
     let ranks: HashMap<String, usize> = match sentence_piece {
-        // Of several merges that make a token, the first decides: hence in reverse.
+        // In reverse, so that the first of several merges to the same token wins.
         true => merges.iter().enumerate().rev().map(|(rank, (a, b))| (format!("{a}{b}"), rank)).collect(),
         false => HashMap::new(),
     };

@@ -262,8 +262,8 @@ impl OnnxGraphBuilder {
         self.concat(&parts, 1)
     }
 
-    /// `x` as 8-bit integers and back: what a runtime takes as a sign to compute in integers. The scale and the zero
-    /// point have the name of the point.
+    /// `x` to 8-bit integers and back, from which runtimes infer that they may compute in integers. The initializers of
+    /// scale and zero point are named after the point.
     pub(super) fn quantized(&mut self, point: &str, quantization: AffineQuantization, x: &str) -> String {
         let mut scalar = |name: String, data_type: i32, bytes: Vec<u8>| {
             let raw_data = Some(bytes);

@@ -36,7 +36,7 @@ use crate::layers::squeeze_excite::SqueezeExcite;
 use crate::layers::swiglu::Swiglu;
 use crate::params::{ParamId, ParamLayout, StatId, TensorSpec};
 
-/// A value of the graph. The outputs of packed projections stay apart until a layer wants them as one.
+/// A value of the graph. The outputs of packed projections stay separate until a layer needs them as one tensor.
 #[derive(Clone)]
 pub(super) struct Activations {
     parts: Vec<String>,

@@ -1,5 +1,6 @@
 //! A graph in 8-bit integers, in QDQ form: every value passes a QuantizeLinear and a DequantizeLinear, and weights are
-//! integers with a DequantizeLinear. A runtime that knows the operator in integers takes the three together.
+//! integers with a DequantizeLinear. A runtime that has an integer version of an operator fuses it with the nodes
+//! around it.
 
 use super::super::error::ExportError;
 use super::super::folded::{FoldedNetwork, FoldedWeights, Op};

@@ -1,4 +1,4 @@
-//! Weights that are values of the format already, with scales of their own: they are read back as they are.
+//! Weights that are already values of the format, with given scales: they are read back unchanged.
 
 use candle_core::quantized::GgmlDType;
 

@@ -1,7 +1,7 @@
 //! The operators of a TFLite graph. Images are (batch, height, width, channels), as they are here.
 //!
-//! A value that is quantized is stored as 8-bit integers. Convolutions, linear layers, pooling, sums and what only
-//! moves values take and give integers; the others compute in floats, between a DEQUANTIZE and a QUANTIZE.
+//! A value that is quantized is stored as 8-bit integers. Convolutions, linear layers, pooling, sums and operators that
+//! only move values have integer inputs and outputs; the others compute in floats, between a DEQUANTIZE and a QUANTIZE.
 
 use super::super::error::ExportError;
 use super::super::folded::{FoldedNetwork, FoldedValue, FoldedWeights, Op, Operator};
@@ -122,7 +122,7 @@ impl TfliteGraphBuilder {
         self.float_of(last, &network.values[last])
     }
 
-    /// Adds an operator, in integers if it has such a form and all its values are quantized.
+    /// Adds an operator, in integers if the runtime supports that and all its values are quantized.
     fn value(&mut self, network: &FoldedNetwork, at: usize, operator: &Operator) {
         let value = &network.values[operator.output];
         let takes_integers =
@@ -151,7 +151,7 @@ impl TfliteGraphBuilder {
         self.quantize(operator.output, value);
     }
 
-    /// Stores a value as integers if it is quantized. What takes it as floats then takes what they stand for.
+    /// Stores a value as integers if it is quantized. Operators that need floats then read the dequantized integers.
     fn quantize(&mut self, at: usize, value: &FoldedValue) {
         if let (Some(quantization), Some(float), None) =
             (value.quantization, self.of_value[at].float, self.of_value[at].int8)
@@ -248,7 +248,7 @@ impl TfliteGraphBuilder {
     ) -> usize {
         let (x, input) = (inputs[0], &network.values[operator.inputs[0]]);
         let input_shape = input.shape.as_slice();
-        // What only moves values keeps the scale of its input.
+        // An operator that only moves values keeps the scale of its input.
         let moved = input.quantization.filter(|_| output.quantization.is_some());
         let act = fused(operator.clamp);
         match &operator.op {

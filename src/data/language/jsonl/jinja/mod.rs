@@ -43,7 +43,7 @@ const RENDERING: &str = "rendering its chat template";
 pub struct RenderLimits {
     /// Maximum bytes of all live values, including the output.
     pub bytes: usize,
-    /// As `bytes`, by the memory that is left: exceeding it is no fault of the template or the record.
+    /// As `bytes`, but set by the memory that is left: exceeding it is not an error of the template or the record.
     pub budget: usize,
     /// Maximum steps; producing sixteen bytes counts as one.
     pub steps: u64,
