@@ -1,10 +1,10 @@
 //! What the GEMMs by panels share: a strip of rows is multiplied with a panel, which is some columns of the right
-//! operand, packed row by row. `avx512` and `vectors` have the kernels.
+//! operand, packed row by row. `vectors` has the kernels.
 //!
 //! A sum runs over K in order, so a value depends neither on its neighbors nor on the threads.
 
 use super::CpuEpilogue;
-use crate::kernels::{Elem, Real};
+use crate::kernels::Elem;
 
 /// Most rows of a panel that are multiplied at a time.
 pub(super) const PANEL_K: usize = 256;
@@ -71,61 +71,6 @@ impl<'a, O: Elem> RowEpilogue<'a, O> {
             bias: epilogue.bias.map(|bias| &bias[column..][..count]),
             bounds: epilogue.clamp.bounds(),
             residual: epilogue.residual.map(|residual| &residual[at..][..count]),
-        }
-    }
-}
-
-/// What computes some rows of a strip with a panel: the sums of a tile stay in registers.
-pub(super) trait Microkernel<R> {
-    /// Rows `i..i + ROWS` in `VECTORS` vectors of columns; value (i, p) of `a` is at `i * row + p * col`.
-    ///
-    /// # Safety
-    /// As for [`PanelKernel::multiply`]. Always inlined into a function that has the instructions.
-    unsafe fn tile<const ROWS: usize, const VECTORS: usize>(
-        gemm: &PanelGemm<R>,
-        i: usize,
-        strides: (usize, usize),
-    );
-}
-
-/// All rows in tiles of `ROWS`, and the last ones in smaller tiles.
-///
-/// # Safety
-/// As for [`Microkernel::tile`].
-#[inline(always)]
-pub(super) unsafe fn tiles<R: Real, M: Microkernel<R>, const ROWS: usize, const VECTORS: usize>(
-    gemm: &PanelGemm<R>,
-) {
-    // A unit stride of `a`, if it has one, becomes a constant, so that addresses are cheap to compute.
-    // SAFETY: the caller upholds the same contract.
-    unsafe {
-        match gemm.a_strides {
-            (row, 1) => strided_tiles::<R, M, ROWS, VECTORS>(gemm, (row, 1)),
-            (1, col) => strided_tiles::<R, M, ROWS, VECTORS>(gemm, (1, col)),
-            strides => strided_tiles::<R, M, ROWS, VECTORS>(gemm, strides),
-        }
-    }
-}
-
-#[inline(always)]
-unsafe fn strided_tiles<R: Real, M: Microkernel<R>, const ROWS: usize, const VECTORS: usize>(
-    gemm: &PanelGemm<R>,
-    strides: (usize, usize),
-) {
-    let mut i = 0;
-    // SAFETY: the caller upholds the same contract; `i` stays below `rows`.
-    unsafe {
-        while i + ROWS <= gemm.rows {
-            M::tile::<ROWS, VECTORS>(gemm, i, strides);
-            i += ROWS;
-        }
-        while i + 4 <= gemm.rows {
-            M::tile::<4, VECTORS>(gemm, i, strides);
-            i += 4;
-        }
-        while i < gemm.rows {
-            M::tile::<1, VECTORS>(gemm, i, strides);
-            i += 1;
         }
     }
 }

@@ -1,9 +1,14 @@
-//! The [`PanelKernel`]s: loops over arrays, which the compiler turns into the vectors of each instruction set. Only
-//! squares are transposed by intrinsics.
+//! The [`PanelKernel`]s: packing and rounding are loops that the compiler vectorizes for each instruction set; tiles of
+//! sums, which must stay in registers, and transposes use its intrinsics.
 
 use candle_core::DType;
 
-use super::panel::{Microkernel, PanelGemm, PanelKernel, RowEpilogue, tiles};
+#[cfg(target_arch = "x86_64")]
+use std::arch::x86_64::*;
+
+#[cfg(target_arch = "x86_64")]
+use super::avx512::{self, lane_mask};
+use super::panel::{PanelGemm, PanelKernel, RowEpilogue};
 use crate::kernels::clamp::clamp;
 use crate::kernels::{Elem, Real};
 
@@ -18,60 +23,238 @@ pub(super) struct Avx2;
 #[cfg(target_arch = "x86_64")]
 pub(super) struct Avx512;
 
-/// Tiles of vectors of `LANES` values. Multiplications and additions are fused where the baseline has an instruction
-/// for it, or with `FUSED`: elsewhere it would be a library call.
-struct Vectors<const LANES: usize, const FUSED: bool>;
+/// A vector of an instruction set.
+///
+/// # Safety
+/// The CPU has its instructions, and pointers are to as many values as the vector or `count` says. Methods are inlined
+/// into a function that has the instructions.
+trait Vector<R>: Copy {
+    const LANES: usize;
 
-impl<R: Real, const LANES: usize, const FUSED: bool> Microkernel<R> for Vectors<LANES, FUSED> {
+    unsafe fn splat(value: R) -> Self;
+    unsafe fn load(from: *const R) -> Self;
+    /// `self + a * b`.
+    unsafe fn add_product(self, a: Self, b: Self) -> Self;
+    /// `out = self`, or `out += self`, for the first `count` values; all if there are more.
+    unsafe fn store(self, out: *mut R, count: usize, accumulate: bool);
+}
+
+impl<R: Real> Vector<R> for [R; 4] {
+    const LANES: usize = 4;
+
     #[inline(always)]
-    unsafe fn tile<const ROWS: usize, const VECTORS: usize>(
-        gemm: &PanelGemm<R>,
-        i: usize,
-        (row, col): (usize, usize),
-    ) {
-        let mut sums = [[[R::ZERO; LANES]; VECTORS]; ROWS];
-        // SAFETY: the caller's contract; panels are padded to whole vectors.
-        unsafe {
-            let (mut a, mut packed) = (gemm.a.add(i * row), gemm.packed.cast::<[[R; LANES]; VECTORS]>());
-            for _ in 0..gemm.depth {
-                let values = *packed;
-                for (r, sums) in sums.iter_mut().enumerate() {
-                    let factor = *a.add(r * row);
-                    for (sums, values) in sums.iter_mut().zip(&values) {
-                        for (sum, value) in sums.iter_mut().zip(values) {
-                            *sum = match FUSED || cfg!(target_arch = "aarch64") {
-                                true => factor.fma(*value, *sum),
-                                false => *sum + factor * *value,
-                            };
-                        }
-                    }
-                }
-                // The last step may point past the end; nothing is read there.
-                (a, packed) = (a.wrapping_add(col), packed.wrapping_add(1));
-            }
-            for (r, sums) in sums.into_iter().enumerate() {
-                let out = gemm.out.add((i + r) * gemm.stride);
-                if gemm.columns == VECTORS * LANES {
-                    let out = std::slice::from_raw_parts_mut(out, VECTORS * LANES);
-                    add(sums.as_flattened(), out, gemm.accumulate);
-                } else {
-                    // A copy: values that are indexed by a variable could not stay in registers until here.
-                    let sums = std::hint::black_box(sums);
-                    let out = std::slice::from_raw_parts_mut(out, gemm.columns);
-                    add(sums.as_flattened(), out, gemm.accumulate);
-                }
+    unsafe fn splat(value: R) -> Self {
+        [value; 4]
+    }
+
+    #[inline(always)]
+    unsafe fn load(from: *const R) -> Self {
+        // SAFETY: the caller's contract, as below.
+        unsafe { *from.cast() }
+    }
+
+    /// Fused only where the baseline has an instruction for it: elsewhere it would be a library call.
+    #[inline(always)]
+    unsafe fn add_product(self, a: Self, b: Self) -> Self {
+        std::array::from_fn(|i| match cfg!(target_arch = "aarch64") {
+            true => a[i].fma(b[i], self[i]),
+            false => self[i] + a[i] * b[i],
+        })
+    }
+
+    #[inline(always)]
+    unsafe fn store(self, out: *mut R, count: usize, accumulate: bool) {
+        for (i, value) in self.into_iter().enumerate() {
+            if i < count {
+                unsafe { *out.add(i) = if accumulate { *out.add(i) + value } else { value } }
             }
         }
     }
 }
 
-/// `out += sums`, or `out = sums`.
-#[inline(always)]
-fn add<R: Real>(sums: &[R], out: &mut [R], accumulate: bool) {
-    match accumulate {
-        true => out.iter_mut().zip(sums).for_each(|(out, sum)| *out += *sum),
-        false => out.iter_mut().zip(sums).for_each(|(out, sum)| *out = *sum),
+#[cfg(target_arch = "x86_64")]
+impl Vector<f32> for __m256 {
+    const LANES: usize = 8;
+
+    #[inline(always)]
+    unsafe fn splat(value: f32) -> Self {
+        unsafe { _mm256_set1_ps(value) }
     }
+
+    #[inline(always)]
+    unsafe fn load(from: *const f32) -> Self {
+        unsafe { _mm256_loadu_ps(from) }
+    }
+
+    #[inline(always)]
+    unsafe fn add_product(self, a: Self, b: Self) -> Self {
+        unsafe { _mm256_fmadd_ps(a, b, self) }
+    }
+
+    #[inline(always)]
+    unsafe fn store(self, out: *mut f32, count: usize, accumulate: bool) {
+        unsafe {
+            if count >= 8 {
+                let before = if accumulate { _mm256_loadu_ps(out) } else { _mm256_setzero_ps() };
+                return _mm256_storeu_ps(out, _mm256_add_ps(before, self));
+            }
+            let lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+            let mask = _mm256_cmpgt_epi32(_mm256_set1_epi32(count as i32), lanes);
+            let before = if accumulate { _mm256_maskload_ps(out, mask) } else { _mm256_setzero_ps() };
+            _mm256_maskstore_ps(out, mask, _mm256_add_ps(before, self));
+        }
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+impl Vector<f32> for __m512 {
+    const LANES: usize = 16;
+
+    #[inline(always)]
+    unsafe fn splat(value: f32) -> Self {
+        unsafe { _mm512_set1_ps(value) }
+    }
+
+    #[inline(always)]
+    unsafe fn load(from: *const f32) -> Self {
+        unsafe { _mm512_loadu_ps(from) }
+    }
+
+    #[inline(always)]
+    unsafe fn add_product(self, a: Self, b: Self) -> Self {
+        unsafe { _mm512_fmadd_ps(a, b, self) }
+    }
+
+    #[inline(always)]
+    unsafe fn store(self, out: *mut f32, count: usize, accumulate: bool) {
+        let mask = lane_mask(count);
+        unsafe {
+            let before = _mm512_maskz_loadu_ps(if accumulate { mask } else { 0 }, out);
+            _mm512_mask_storeu_ps(out, mask, _mm512_add_ps(before, self));
+        }
+    }
+}
+
+/// Rows `i..i + ROWS` of a strip in `VECTORS` vectors of columns; value (i, p) of `a` is at `i * row + p * col`.
+///
+/// # Safety
+/// As for [`PanelKernel::multiply`].
+#[inline(always)]
+unsafe fn tile<R: Real, V: Vector<R>, const ROWS: usize, const VECTORS: usize>(
+    gemm: &PanelGemm<R>,
+    i: usize,
+    (row, col): (usize, usize),
+) {
+    // SAFETY: the caller's contract; panels are padded to whole vectors.
+    unsafe {
+        let mut sums = [[V::splat(R::ZERO); VECTORS]; ROWS];
+        let (mut a, mut packed) = (gemm.a.add(i * row), gemm.packed);
+        for _ in 0..gemm.depth {
+            let mut values = [V::splat(R::ZERO); VECTORS];
+            for (v, value) in values.iter_mut().enumerate() {
+                *value = V::load(packed.add(v * V::LANES));
+            }
+            for (r, sums) in sums.iter_mut().enumerate() {
+                let factor = V::splat(*a.add(r * row));
+                for (sum, value) in sums.iter_mut().zip(values) {
+                    *sum = sum.add_product(factor, value);
+                }
+            }
+            // The last step may point past the end; nothing is read there.
+            (a, packed) = (a.wrapping_add(col), packed.wrapping_add(VECTORS * V::LANES));
+        }
+        for (r, sums) in sums.into_iter().enumerate() {
+            let out = gemm.out.add((i + r) * gemm.stride);
+            for (v, sum) in sums.into_iter().enumerate() {
+                let count = if v + 1 < VECTORS { V::LANES } else { gemm.columns - v * V::LANES };
+                sum.store(out.add(v * V::LANES), count, gemm.accumulate);
+            }
+        }
+    }
+}
+
+/// All rows of a strip in tiles of `ROWS`, and the last ones in smaller tiles.
+///
+/// # Safety
+/// As for [`PanelKernel::multiply`].
+#[inline(always)]
+unsafe fn tiles<R: Real, V: Vector<R>, const ROWS: usize, const VECTORS: usize>(gemm: &PanelGemm<R>) {
+    // A unit stride of `a`, if it has one, becomes a constant, so that addresses are cheap to compute.
+    // SAFETY: the caller upholds the same contract, as below.
+    unsafe {
+        match gemm.a_strides {
+            (row, 1) => strided_tiles::<R, V, ROWS, VECTORS>(gemm, (row, 1)),
+            (1, col) => strided_tiles::<R, V, ROWS, VECTORS>(gemm, (1, col)),
+            strides => strided_tiles::<R, V, ROWS, VECTORS>(gemm, strides),
+        }
+    }
+}
+
+#[inline(always)]
+unsafe fn strided_tiles<R: Real, V: Vector<R>, const ROWS: usize, const VECTORS: usize>(
+    gemm: &PanelGemm<R>,
+    strides: (usize, usize),
+) {
+    let mut i = 0;
+    unsafe {
+        while i + ROWS <= gemm.rows {
+            tile::<R, V, ROWS, VECTORS>(gemm, i, strides);
+            i += ROWS;
+        }
+        while i + 4 <= gemm.rows {
+            tile::<R, V, 4, VECTORS>(gemm, i, strides);
+            i += 4;
+        }
+        while i < gemm.rows {
+            tile::<R, V, 1, VECTORS>(gemm, i, strides);
+            i += 1;
+        }
+    }
+}
+
+// Tiles for each number of vectors in the rows of a panel: their sums and a row of the panel fit into 16 registers, or
+// with AVX-512 into 32.
+
+unsafe fn multiply_portable<R: Real>(gemm: &PanelGemm<R>) {
+    // SAFETY: the caller upholds the contract of `tiles`, as below.
+    unsafe {
+        match gemm.columns.div_ceil(4) {
+            2 => tiles::<R, [R; 4], 6, 2>(gemm),
+            _ => tiles::<R, [R; 4], 12, 1>(gemm),
+        }
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2,fma,bmi2")]
+unsafe fn multiply_avx2(gemm: &PanelGemm<f32>) {
+    unsafe {
+        match gemm.columns.div_ceil(8) {
+            2 => tiles::<f32, __m256, 6, 2>(gemm),
+            _ => tiles::<f32, __m256, 12, 1>(gemm),
+        }
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512dq,avx512vl")]
+unsafe fn multiply_avx512(gemm: &PanelGemm<f32>) {
+    unsafe {
+        match gemm.columns.div_ceil(16) {
+            4 => tiles::<f32, __m512, 6, 4>(gemm),
+            3 => tiles::<f32, __m512, 8, 3>(gemm),
+            2 => tiles::<f32, __m512, 12, 2>(gemm),
+            _ => tiles::<f32, __m512, 16, 1>(gemm),
+        }
+    }
+}
+
+/// The same GEMM, whose values are f32: kernels with vectors are only chosen for types that accumulate in f32.
+#[cfg(target_arch = "x86_64")]
+fn in_f32<R: Real>(gemm: &PanelGemm<R>) -> &PanelGemm<f32> {
+    assert_eq!(R::DTYPE, DType::F32, "a GEMM in vectors of f32");
+    // SAFETY: each numeric type has its own `DTYPE`, so `R` is f32.
+    unsafe { &*std::ptr::from_ref(gemm).cast() }
 }
 
 #[inline(always)]
@@ -133,7 +316,7 @@ type Square<R, const LANES: usize> = [[R; LANES]; LANES];
 #[inline(always)]
 unsafe fn transpose<R: Real, const LANES: usize>(square: &mut Square<R, LANES>) {
     #[cfg(target_arch = "x86_64")]
-    if R::DTYPE == DType::F32 && LANES >= 8 {
+    if LANES >= 8 && R::DTYPE == DType::F32 {
         let square = std::ptr::from_mut(square);
         // SAFETY: each numeric type has its own `DTYPE`, so these are the types of the values.
         return unsafe {
@@ -155,7 +338,6 @@ unsafe fn transpose<R: Real, const LANES: usize>(square: &mut Square<R, LANES>) 
 #[target_feature(enable = "avx2")]
 #[inline]
 fn transpose_8x8(square: &mut Square<f32, 8>) {
-    use std::arch::x86_64::*;
     // SAFETY: arrays of eight values are read and written.
     let rows = square.each_ref().map(|row| unsafe { _mm256_loadu_ps(row.as_ptr()) });
     let mut pairs = rows;
@@ -186,10 +368,9 @@ fn transpose_8x8(square: &mut Square<f32, 8>) {
 #[target_feature(enable = "avx512f")]
 #[inline]
 fn transpose_16x16(square: &mut Square<f32, 16>) {
-    use std::arch::x86_64::{_mm512_loadu_ps, _mm512_storeu_ps};
     // SAFETY: arrays of 16 values are read and written.
     let rows = square.each_ref().map(|row| unsafe { _mm512_loadu_ps(row.as_ptr()) });
-    for (row, values) in square.iter_mut().zip(super::avx512::transpose_16x16(rows)) {
+    for (row, values) in square.iter_mut().zip(avx512::transpose_16x16(rows)) {
         // SAFETY: as above.
         unsafe { _mm512_storeu_ps(row.as_mut_ptr(), values) }
     }
@@ -222,26 +403,14 @@ unsafe fn store<O: Elem>(sums: *const O::Acc, out: &mut [O], epilogue: Option<Ro
 }
 
 macro_rules! panel_kernel {
-    ($kernel:ident, $lanes:literal, $fused:literal, $vectors:literal,
-     $($width:pat => $tile:tt),+ $(; #[$features:meta])?) => {
-        impl $kernel {
-            $(#[$features])?
-            unsafe fn multiply<R: Real>(gemm: &PanelGemm<R>) {
-                // SAFETY: the caller upholds the same contract, as below.
-                unsafe {
-                    match gemm.columns.div_ceil($lanes) {
-                        $($width => panel_kernel!(@tiles gemm, $lanes, $fused, $tile)),+
-                    }
-                }
-            }
-        }
-
+    ($kernel:ident, $lanes:literal, $columns:literal, |$gemm:ident| $multiply:expr $(, #[$features:meta])?) => {
         impl<E: Elem, O: Elem<Acc = E::Acc>> PanelKernel<E, O> for $kernel {
+            const PANEL_COLUMNS: usize = $columns;
             const LANES: usize = $lanes;
-            const PANEL_COLUMNS: usize = $vectors * $lanes;
 
             $(#[$features])?
             unsafe fn widen(from: *const E, to: &mut [E::Acc]) {
+                // SAFETY: the caller upholds the same contract, as below.
                 unsafe { widen(from, to) }
             }
 
@@ -256,8 +425,8 @@ macro_rules! panel_kernel {
                 unsafe { pack::<E, $lanes>(from, strides, depth, cols, to) }
             }
 
-            unsafe fn multiply(gemm: &PanelGemm<E::Acc>) {
-                unsafe { Self::multiply(gemm) }
+            unsafe fn multiply($gemm: &PanelGemm<E::Acc>) {
+                unsafe { $multiply }
             }
 
             $(#[$features])?
@@ -266,18 +435,13 @@ macro_rules! panel_kernel {
             }
         }
     };
-    (@tiles $gemm:ident, $lanes:literal, $fused:literal, ($rows:literal, $width:literal)) => {
-        tiles::<R, Vectors<$lanes, $fused>, $rows, $width>($gemm)
-    };
 }
 
-// Panels of up to so many vectors, and for each width the rows and vectors of a tile: its sums, with a row of the panel,
-// fit into 16 or 32 registers.
-panel_kernel!(Portable, 4, false, 2, 2 => (6, 2), _ => (12, 1));
+panel_kernel!(Portable, 4, 8, |gemm| multiply_portable(gemm));
 #[cfg(target_arch = "x86_64")]
-panel_kernel!(Avx2, 8, true, 2, 2 => (6, 2), _ => (12, 1); #[target_feature(enable = "avx2,fma,bmi2")]);
+panel_kernel!(Avx2, 8, 16, |gemm| multiply_avx2(in_f32(gemm)), #[target_feature(enable = "avx2,fma,bmi2")]);
 #[cfg(target_arch = "x86_64")]
 panel_kernel!(
-    Avx512, 16, true, 4, 4 => (6, 4), 3 => (8, 3), 2 => (12, 2), _ => (8, 1);
+    Avx512, 16, 64, |gemm| multiply_avx512(in_f32(gemm)),
     #[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512dq,avx512vl")]
 );
