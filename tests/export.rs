@@ -112,7 +112,7 @@ fn a_language_model_is_quantized() {
         export(&["--format", "onnx", "--quantize", "int8", "--calibrate", "8", "-o", "x"]).expect(2);
     assert!(refused.stderr.contains("`--calibrate` is for activations"), "{}", refused.stderr);
     let refused = export(&["--format", "tflite", "-o", "x"]).expect(2).stderr;
-    assert!(refused.contains("a `llama` model has no `tflite` form"), "{refused}");
+    assert!(refused.contains("`llama` models cannot be exported as `tflite`"), "{refused}");
     for file in
         ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "README.md"]
     {
@@ -162,11 +162,11 @@ fn a_classifier_is_exported_in_integers() {
     assert!(text.contains("`--clip` is for activations, which are not quantized here"), "{text}");
     let text = export(&["--format", "tflite", "--quantize", "q8_0", "-o", "x"]).expect(2).stderr;
     assert!(
-        text.contains("`--quantize q8_0` has no form in `tflite`") && text.contains("it has int8"),
+        text.contains("`--quantize q8_0` is not supported by `tflite`") && text.contains("it has int8"),
         "{text}"
     );
     let text = export(&["--format", "tflite", "--dtype", "f16", "-o", "x"]).expect(2).stderr;
-    assert!(text.contains("`--dtype f16` has no form in `tflite`"), "{text}");
+    assert!(text.contains("`--dtype f16` is not supported by `tflite`"), "{text}");
     assert!(!at.join("x").exists());
     // Within a budget that holds no batch, nothing is calibrated.
     let short = ["--format", "tflite", "--quantize", "int8", "--set", "memory.ram=1MiB", "-o", "x"];
@@ -240,7 +240,7 @@ fn what_makes_no_sense_is_refused_with_what_would_work() {
     let folder = classifier();
     let export = |args: &[&str]| trainer(folder.path(), &[&["export", "run", "-q"], args].concat());
     let text = export(&["--format", "gguf", "-o", "out"]).expect(2).stderr;
-    assert!(text.contains("a `mlp` model has no `gguf` form"), "{text}");
+    assert!(text.contains("`mlp` models cannot be exported as `gguf`"), "{text}");
     assert!(
         text.contains(
             "hint: a `mlp` model exports with `--format safetensors`, `--format onnx`, `--format tflite`"

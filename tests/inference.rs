@@ -297,10 +297,10 @@ fn a_trained_model_is_fine_tuned_to_other_classes() {
         trainer(at, &["fit", "two.toml", "--run-dir", run])
     };
     let text = fit("strict", "epochs = 1\ninit = 'ten'").expect(2).stderr;
-    assert!(text.contains("there and [2, 32] here") && text.contains("init_head"), "{text}");
+    assert!(text.contains("in the file, and [2, 32] in the model") && text.contains("init_head"), "{text}");
     for command in ["check", "plan"] {
         let text = trainer(at, &[command, "two.toml"]).expect(2).stderr;
-        assert!(text.contains("there and [2, 32] here"), "{command}: {text}");
+        assert!(text.contains("in the file, and [2, 32] in the model"), "{command}: {text}");
     }
     let text = fit("tuned", "epochs = 120\ninit = 'ten'\ninit_head = 'auto'").expect(0).stderr;
     assert!(text.contains("4 tensors matched; new layers.2.weight, layers.2.bias"), "{text}");

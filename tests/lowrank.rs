@@ -97,7 +97,7 @@ fn every_kind_of_model_is_factorized() {
         }
         if model == VIT {
             let text = trainer(at, &["export", "run", "--format", "hf", "-o", "hf"]).expect(2).stderr;
-            assert!(text.contains("is factorized, and `hf` has no form"), "{text}");
+            assert!(text.contains("is factorized by `[lowrank]`, which `hf` does not support"), "{text}");
         }
     }
 }

@@ -201,7 +201,10 @@ fn formats_refuse_sizes_that_they_cannot_state() {
         trainer(at, &["export", "run", "--format", format, "-o", "out"]).expect(2).stderr
     };
     let text = refuse(GPT, TEXT, "structure = \"heads\"", "hf");
-    assert!(text.contains("pruning made `transformer.h.0.attn` smaller, and `hf` has no form"), "{text}");
+    assert!(
+        text.contains("pruning made `transformer.h.0.attn` smaller, which `hf` does not support"),
+        "{text}"
+    );
     assert!(text.contains("hint: `--format onnx`") && !text.contains("tflite"), "{text}");
     let text =
         refuse(RESNET, SHAPES, "structure = \"channels\"\nskip = [\"layer2\", \"layer3\", \"layer4\"]", "hf");

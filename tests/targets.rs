@@ -162,10 +162,7 @@ fn separated_labels_are_not_taken_for_classes() {
     let folder = job_folder(job("kind = 'csv'\ntrain = ['train.csv']\ntarget = 'target'", ""));
     fs::write(folder.path().join("train.csv"), csv(0..100, |i| labels(i).join("; "))).unwrap();
     let text = trainer(folder.path(), &["check", "job.toml"]).expect(4).stderr;
-    assert!(
-        text.contains("several labels each, separated by `;`") && text.contains("label_separator"),
-        "{text}"
-    );
+    assert!(text.contains("lists of labels, separated by `;`") && text.contains("label_separator"), "{text}");
     // Said so, each text is a class.
     let set = ["check", "job.toml", "--set", "data.task='classes'", "--set", "data.missing=['NA']"];
     trainer(folder.path(), &set).expect(0);
@@ -253,7 +250,7 @@ fn combined_labels_of_images_are_not_taken_for_classes() {
     fs::write(folder.path().join("labels.csv"), rows).unwrap();
     let check = |set: &str| trainer(folder.path(), &["check", "job.toml", "--set", set]);
     let text = check("seed=1").expect(4).stderr;
-    assert!(text.contains("column `label`: its values look like several labels each"), "{text}");
+    assert!(text.contains("column `label`: its values look like lists of labels"), "{text}");
     assert!(text.contains("`red|round`") && text.contains("set `label_separator`"), "{text}");
     assert!(check("data.label_separator=''").expect(0).stdout.contains("3 classes"));
     assert!(check("data.label_separator='|'").expect(0).stdout.contains("any number of 2 labels"));

@@ -50,7 +50,7 @@ impl CheckArgs {
         }
         preview.warnings.extend(frozen_at_random(&setup));
         preview.warnings.extend(pruning_cut_short(&setup));
-        preview.warnings.extend(rounding_cut_short(&setup));
+        preview.warnings.extend(quantization_never_starts(&setup));
         preview.test_samples = setup.test_samples;
         if common.json {
             let layers: Vec<Value> = layer_rows(&setup).iter().map(LayerRow::json).collect();
@@ -113,11 +113,11 @@ fn aligned(rows: &[(String, String)], width: Option<usize>) -> Vec<String> {
     });
     let lines = text::wrap_to(&lines.collect::<Vec<_>>(), width, indent);
     let Some(width) = width else { return lines };
-    lines.into_iter().flat_map(|line| broken(line, width, indent)).collect()
+    lines.into_iter().flat_map(|line| break_long_words(line, width, indent)).collect()
 }
 
 /// Breaks a line in the middle of a word if that is wider than the terminal, such as the name of a table column.
-fn broken(line: String, width: usize, indent: usize) -> Vec<String> {
+fn break_long_words(line: String, width: usize, indent: usize) -> Vec<String> {
     if console::measure_text_width(&line) <= width {
         return vec![line];
     }
@@ -144,7 +144,7 @@ fn frozen_at_random(setup: &Setup) -> Option<String> {
 }
 
 /// A warning, if the run ends before values are rounded. With `train.steps` that is an error of the job.
-fn rounding_cut_short(setup: &Setup) -> Option<String> {
+fn quantization_never_starts(setup: &Setup) -> Option<String> {
     let (begin, last) = (setup.job.quantize.as_ref()?.begin_step?, setup.total_steps);
     (begin > last)
         .then(|| format!("rounding begins after step {begin} and the run ends at step {last}, in floats"))

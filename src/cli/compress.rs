@@ -79,7 +79,7 @@ impl CompressArgs {
         let Compressed { frontier, chosen, skipped } = found.map_err(cli_error)?;
         note.into_iter().chain(skipped_note(skipped)).for_each(|note| eprintln!("note: {note}"));
         self.print(&frontier, common)?;
-        let Some(chosen) = chosen else { return Err(self.nothing(&frontier).into()) };
+        let Some(chosen) = chosen else { return Err(self.no_variant_error(&frontier).into()) };
         let write = |name: &str, text: &str| write_atomic(&chosen.join(name), text.as_bytes());
         write("frontier.json", &format!("{}\n", serde_json::to_string_pretty(&frontier)?))?;
         write("frontier.svg", &frontier::svg(&frontier)?)?;
@@ -100,7 +100,7 @@ impl CompressArgs {
     }
 
     /// The error if no variant is small and good enough: it names the nearest ones.
-    fn nothing(&self, found: &Frontier) -> CliError {
+    fn no_variant_error(&self, found: &Frontier) -> CliError {
         let good = found.variants.iter().filter(|one| one.loss <= self.max_loss);
         let smallest = good.max_by(|a, b| a.ratio.total_cmp(&b.ratio));
         let small = found.variants.iter().filter(|one| one.ratio >= self.target.value());

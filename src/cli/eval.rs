@@ -20,7 +20,7 @@ use crate::metrics::task::TaskMetrics;
 use crate::planner::budget;
 use crate::report::{DisplayOptions, Verbosity};
 use crate::train::Failure;
-use crate::train::datasets::inference::{Samples, TestTimeAugmentation, TrainedOn};
+use crate::train::datasets::inference::{Samples, TestTimeAugmentation, TrainedModelData};
 
 /// Evaluate a trained model on its validation or test set, or on other data
 #[derive(Clone, Debug, Args)]
@@ -151,7 +151,7 @@ impl EvalArgs {
         start_threads()?;
         let mut options = session_options(common, &model, self.batch_size)?;
         let tokenizer = model.tokenizer();
-        let trained = TrainedOn {
+        let trained = TrainedModelData {
             job: &model.job,
             preprocessing: &model.preprocessing,
             tokenizer: tokenizer.as_deref(),

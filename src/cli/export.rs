@@ -24,7 +24,7 @@ use crate::inference::trained_model::TrainedModel;
 use crate::planner::plan::RemovedUnits;
 use crate::quantization::{ActivationQuantization, ClipMethod};
 use crate::train::Failure;
-use crate::train::datasets::inference::{Samples, TestTimeAugmentation, TrainedOn};
+use crate::train::datasets::inference::{Samples, TestTimeAugmentation, TrainedModelData};
 use crate::train::run_dir::RunDir;
 
 /// Write a trained model as the files of other tools
@@ -325,7 +325,7 @@ pub(super) fn open_set(
     common: &CommonArgs,
 ) -> Result<Arc<dyn Dataset>, Failure> {
     let tokenizer = model.tokenizer();
-    let trained = TrainedOn {
+    let trained = TrainedModelData {
         job: &model.job,
         preprocessing: &model.preprocessing,
         tokenizer: tokenizer.as_deref(),

@@ -23,7 +23,7 @@ use crate::train::run::{RunOptions, RunOutcome};
 use crate::train::run_dir::{RequestedRun, RunDir};
 use crate::train::run_lock::RunLock;
 use crate::train::setup::Setup;
-use crate::train::signals::{LastWords, Signal, SignalSource, Signals};
+use crate::train::signals::{ExitMessages, Signal, SignalSource, Signals};
 use crate::train::supervisor::WorkerOrders;
 use crate::train::{self, Failure};
 
@@ -73,7 +73,7 @@ impl FitArgs {
             // A worker must abort on a failed allocation: the abort makes its supervisor start another with less
             // memory.
             alloc_failure::exit_on_alloc_abort(Exit::Memory.code().into())?;
-            train::parent_death::obey()?;
+            train::parent_death::end_with_parent()?;
         }
         // The supervisor already applied the lock before it started this worker.
         if self.dry_run || self.locking.is_requested() && orders.is_none() {
@@ -122,7 +122,7 @@ impl FitArgs {
             }
         };
         let display = common.display_options(io::stderr().is_terminal());
-        let signals = Signals::watch(signal_source, self.last_words(common, display, &requested))?;
+        let signals = Signals::watch(signal_source, self.exit_messages(common, display, &requested))?;
         let options = RunOptions {
             requested,
             runs: PathBuf::from(RUNS_DIR),
@@ -229,19 +229,19 @@ impl FitArgs {
     }
 
     /// What the process prints when a second signal, or one before the run has begun, ends it.
-    fn last_words(
+    fn exit_messages(
         &self,
         common: &CommonArgs,
         display: DisplayOptions,
         requested: &RequestedRun,
-    ) -> LastWords {
+    ) -> ExitMessages {
         if common.quiet {
-            return LastWords::default();
+            return ExitMessages::default();
         }
         let clear = if display.interactive { "\r\x1b[K" } else { "" };
         let folder = requested.run_dir.as_deref().unwrap_or(Path::new(RUNS_DIR));
         let resume = self.resume_command(common, folder);
-        LastWords {
+        ExitMessages {
             starting: format!("{clear}stopped before the first update\n"),
             running: format!(
                 "{clear}stopped now; updates since the last checkpoint are repeated\nresume   {resume}\n"

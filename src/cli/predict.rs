@@ -13,7 +13,7 @@ use crate::data::table::TableRows;
 use crate::inference::predict::{InputRows, OutputFormat, PredictOptions, PredictSummary, predict};
 use crate::inference::trained_model::TrainedModel;
 use crate::job::{OnBadRecord, SourceConfig};
-use crate::train::datasets::inference::{Samples, TestTimeAugmentation, TrainedOn};
+use crate::train::datasets::inference::{Samples, TestTimeAugmentation, TrainedModelData};
 use crate::train::datasets::tables::TableSource;
 
 /// Predict with a trained model: one row out for each row in, in the order given
@@ -65,7 +65,7 @@ impl PredictArgs {
         start_threads()?;
         let mut session = session_options(common, &model, self.batch_size)?;
         let tokenizer = model.tokenizer();
-        let trained = TrainedOn {
+        let trained = TrainedModelData {
             job: &model.job,
             preprocessing: &model.preprocessing,
             tokenizer: tokenizer.as_deref(),

@@ -18,7 +18,7 @@ use crate::report::{self, DisplayOptions, Verbosity};
 use crate::train::Failure;
 use crate::train::run_dir::RunDir;
 use crate::train::run_lock::RunLock;
-use crate::train::signals::{LastWords, Signal, SignalSource, Signals};
+use crate::train::signals::{ExitMessages, Signal, SignalSource, Signals};
 use crate::tune::folder::{self, PREFIX, Results};
 use crate::tune::search_space::{self, MAX_TRIALS};
 use crate::tune::slots::side_by_side;
@@ -101,7 +101,7 @@ impl TuneArgs {
             capacity: Capacity { ram: memory.ram, vram: memory.vram + context_bytes, slots },
             context_bytes,
             deadline: self.minutes.map(|minutes| Instant::now() + Duration::from_secs(60 * minutes)),
-            signals: Signals::watch(SignalSource::Anyone, LastWords::default())?,
+            signals: Signals::watch(SignalSource::Anyone, ExitMessages::default())?,
         };
         // The first signal stops the trials, each with a checkpoint.
         options.signals.begin();

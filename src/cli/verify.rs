@@ -13,7 +13,7 @@ use crate::planner::budget;
 use crate::report::{self, Verbosity};
 use crate::train::Failure;
 use crate::train::setup::Setup;
-use crate::train::signals::{LastWords, Signal, SignalSource, Signals};
+use crate::train::signals::{ExitMessages, Signal, SignalSource, Signals};
 use crate::train::verify::{VerifyEvent, VerifyOptions, VerifyReport, verify};
 
 /// Check that memory-saving measures do not change the result of a job
@@ -47,7 +47,7 @@ impl VerifyArgs {
             updates: self.updates,
             ram,
             folder: PathBuf::from("runs").join(format!("verify-{}", std::process::id())),
-            signals: Signals::watch(SignalSource::Anyone, LastWords::default())?,
+            signals: Signals::watch(SignalSource::Anyone, ExitMessages::default())?,
         };
         // The first signal lets it remove its folder.
         options.signals.begin();

@@ -63,7 +63,7 @@ pub fn calibrate(
 /// trained in floats.
 fn trained_ranges(model: &TrainedModel, names: &[String]) -> Result<ActivationQuantization, Failure> {
     let mut ranges = ActivationQuantization::new();
-    if !model.rounds() {
+    if !model.rounds_to_int8() {
         return Ok(ranges);
     }
     let file = TensorReader::open_checkpoint(&model.statistics)?;

@@ -107,7 +107,7 @@ pub struct ExportSource<'a> {
     /// How a raw input becomes a sample: columns, means, categories, image size.
     pub preprocessing: Value,
     /// The same as checkpoints keep it, so that the export can be used here too.
-    pub kept: Option<&'a Preprocessing>,
+    pub checkpoint_preprocessing: Option<&'a Preprocessing>,
     /// The ranges of its activations, for an export in 8-bit integers.
     pub activations: Option<&'a ActivationQuantization>,
     /// The scales of matrices that are already rounded to the blocks of the format.
@@ -136,7 +136,7 @@ impl<'a> ExportSource<'a> {
             image: image_preprocessing(&job.data.source, &preprocessing.features),
             job: json!(job),
             preprocessing: json!({ "table": preprocessing.table, "data": job.data }),
-            kept: Some(preprocessing),
+            checkpoint_preprocessing: Some(preprocessing),
             activations: None,
             scales: None,
             step: model.step,
@@ -305,8 +305,8 @@ fn write_description(
 ) -> Result<(), ExportError> {
     let quantize = options.quantize.map(QuantizedType::name);
     folder.write(description::FILE, description::pretty(source, quantize).as_bytes())?;
-    if let Some(kept) = source.kept {
-        folder.write(PREPROCESSING, &kept.to_json())?;
+    if let Some(preprocessing) = source.checkpoint_preprocessing {
+        folder.write(PREPROCESSING, &preprocessing.to_json())?;
     }
     if let Some(tokenizer) = ExportedTokenizer::load(source)? {
         tokenizer.write(source, folder)?;

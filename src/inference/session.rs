@@ -136,7 +136,8 @@ impl Unloaded {
         }
         let dtype = activation_dtype(model.job.train.precision, backend);
         // Smoothing and weights belong to training: a loss is that of the targets as they are.
-        let rules = ParamRules::of_reductions(&Reductions::of_job(&model.job)).quantized(model.quantizes());
+        let rules =
+            ParamRules::of_reductions(&Reductions::of_job(&model.job)).quantized(model.has_trained_ranges());
         let loss = LossOptions::default();
         let BuiltModel { network, layout } =
             fused_network(&model.job.model, &loss, &rules, features, dtype, backend)?;
@@ -266,7 +267,7 @@ impl Session {
         let store = ParamStore::for_inference(parts.layout, parts.dtype, &device)?;
         load_views(&model.weights, &store.layout.params, store.weight_views())?;
         load_views(&model.statistics, &store.layout.stats, store.stat_views())?;
-        store.set_rounding(model.rounds());
+        store.set_rounding(model.rounds_to_int8());
         store.sync_compute_weights()?;
         Ok(Self {
             features,

@@ -134,14 +134,14 @@ impl TrainedModel {
 
     /// Whether it was trained with `quantize.training` and has the ranges of its activations. An export does not count:
     /// it is a model in floats, or brings its own points.
-    pub fn quantizes(&self) -> bool {
+    pub fn has_trained_ranges(&self) -> bool {
         self.origin == Origin::Checkpoint && self.job.quantizes()
     }
 
     /// Whether its values are rounded to 8-bit integers.
-    pub fn rounds(&self) -> bool {
+    pub fn rounds_to_int8(&self) -> bool {
         let rounds_after = |step| self.job.quantize.as_ref().is_some_and(|config| config.rounds_after(step));
-        self.quantizes() && rounds_after(self.step)
+        self.has_trained_ranges() && rounds_after(self.step)
     }
 
     /// The tokenizer, if the data is text.

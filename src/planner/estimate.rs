@@ -356,7 +356,7 @@ impl<'a> Estimator<'a> {
         }
         if state_offloaded {
             let bytes = optim::staging_bytes(&rule, &s.layout.params);
-            all.push(s.allocation(Role::Workspace, "optimizer state on its way", bytes));
+            all.push(s.allocation(Role::Workspace, "optimizer state in staging", bytes));
         }
         all
     }

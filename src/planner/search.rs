@@ -43,8 +43,8 @@ pub struct PlanRequest {
 }
 
 impl PlanRequest {
-    pub fn allows(&self, rung: OomAction) -> bool {
-        self.allowed.contains(&rung)
+    pub fn allows(&self, action: OomAction) -> bool {
+        self.allowed.contains(&action)
     }
 
     /// Whether tensors reside in device memory rather than host memory.
@@ -81,9 +81,9 @@ impl PlanRequest {
         }
     }
 
-    /// `state` with another split and other recomputed blocks.
-    fn varied(&self, accumulation_steps: usize, recompute: usize, state: ExecutionPlan) -> ExecutionPlan {
-        let plan = state.with_split(self.split_into(accumulation_steps));
+    /// `base_plan` with another split and other recomputed blocks.
+    fn varied(&self, accumulation_steps: usize, recompute: usize, base_plan: ExecutionPlan) -> ExecutionPlan {
+        let plan = base_plan.with_split(self.split_into(accumulation_steps));
         let eval_micro_batch = self.eval_micro_batch.unwrap_or(plan.micro_batch);
         ExecutionPlan { recompute, eval_micro_batch, ..plan }
     }
@@ -165,38 +165,38 @@ impl<'a> Search<'a> {
             return Some(self.as_written());
         }
         let mut best: Option<Candidate> = None;
-        for state in self.state_options() {
-            let beaten = |steps: usize, k: usize, best: Option<Candidate>| {
-                let plan = ExecutionPlan { accumulation_steps: steps, ..r.varied(steps, k, state) };
+        for base_plan in self.state_options() {
+            let cannot_beat_best = |steps: usize, k: usize, best: Option<Candidate>| {
+                let plan = ExecutionPlan { accumulation_steps: steps, ..r.varied(steps, k, base_plan) };
                 best.is_some_and(|best| r.cost.lower_bound(plan) >= best.update_seconds)
             };
-            if beaten(first, 0, best) {
+            if cannot_beat_best(first, 0, best) {
                 continue;
             }
             let Some(fewest_blocks) =
-                first_passing(0, blocks, |k| self.consider_fits(r.varied(last, k, state)))
+                first_passing(0, blocks, |k| self.consider_fits(r.varied(last, k, base_plan)))
             else {
                 continue;
             };
             let mut max_steps = last;
             for k in fewest_blocks..=blocks {
-                if beaten(first, k, best) {
+                if cannot_beat_best(first, k, best) {
                     break;
                 }
                 // The most micro-batches that could still beat the best found.
-                let bound = first_passing(first, max_steps, |steps| beaten(steps, k, best))
+                let bound = first_passing(first, max_steps, |steps| cannot_beat_best(steps, k, best))
                     .map_or(max_steps, |steps| steps - 1);
-                let fits = |steps| self.consider_fits(r.varied(steps, k, state));
+                let fits = |steps| self.consider_fits(r.varied(steps, k, base_plan));
                 let Some(steps) = first_passing(first, bound, fits) else {
                     continue;
                 };
-                let found = self.consider(r.varied(steps, k, state));
+                let found = self.consider(r.varied(steps, k, base_plan));
                 if best.is_none_or(|best| found.update_seconds < best.update_seconds) {
                     best = Some(found);
                 }
                 max_steps = steps;
                 // More recomputed blocks only take longer, unless they save activation transfers.
-                if steps == first && !state.offloads(Offload::Activations) {
+                if steps == first && !base_plan.offloads(Offload::Activations) {
                     break;
                 }
             }
@@ -210,18 +210,18 @@ impl<'a> Search<'a> {
         let eight_bit = r.optimizer_8bit.filter(|_| r.allows(OomAction::Optimizer8bit));
         let offload = r.on_device() && r.allows(OomAction::Offload);
         // 8-bit state has per-block scales beside it and is small: it is never offloaded.
-        let possible = |state: &ExecutionPlan| {
-            state.offload.iter().all(|what| {
+        let possible = |base_plan: &ExecutionPlan| {
+            base_plan.offload.iter().all(|what| {
                 offload
                     && r.offloads.contains(what)
-                    && !(Some(state.optimizer) == eight_bit && *what == Offload::OptimizerState)
+                    && !(Some(base_plan.optimizer) == eight_bit && *what == Offload::OptimizerState)
             })
         };
         let all = std::iter::once(r.optimizer).chain(eight_bit).flat_map(|optimizer| {
             OFFLOAD_SETS.map(|offload| ExecutionPlan { optimizer, offload, ..r.as_written() })
         });
         let mut options: Vec<ExecutionPlan> = all.filter(possible).collect();
-        let floor = |state: &ExecutionPlan| r.cost.lower_bound(*state);
+        let floor = |base_plan: &ExecutionPlan| r.cost.lower_bound(*base_plan);
         options.sort_by(|a, b| floor(a).total_cmp(&floor(b)).then(a.offload.len().cmp(&b.offload.len())));
         options
     }

@@ -11,10 +11,10 @@ use crate::job::{ErrorCode, Job, JobError};
 pub const DESCRIPTION: &str = "model.json";
 
 /// Tables that only training reads: they may be of an earlier version or of a build with other features.
-const OF_TRAINING: [&str; 6] = ["checkpoint", "distill", "log", "optimizer", "schedule", "stop"];
+const TRAINING_ONLY_TABLES: [&str; 6] = ["checkpoint", "distill", "log", "optimizer", "schedule", "stop"];
 
 /// Keys among which contradictions are refused: the model, its data, and what makes its layers smaller.
-const CONSISTENT: [&str; 4] = ["data", "lowrank.ranks", "model", "prune.kept"];
+const CONFLICT_CHECKED_KEYS: [&str; 4] = ["data", "lowrank.ranks", "model", "prune.kept"];
 
 /// The job of the description of the export in `folder`, or why it cannot be used. The files that it names need not
 /// exist.
@@ -25,7 +25,8 @@ pub fn described_job(description: &Value, folder: &Path) -> Result<Job, String> 
     // A description may hold values that TOML cannot represent; in `Job::to_toml` that would be a bug.
     let text = toml::to_string(&job).map_err(|error| unreadable(error.to_string()))?;
     let Err(errors) = Job::parse(&text, &folder.join(DESCRIPTION), &[]) else { return Ok(job) };
-    let problems: Vec<String> = errors.0.iter().filter(|error| is_of_model(error)).map(describe).collect();
+    let problems: Vec<String> =
+        errors.0.iter().filter(|error| concerns_trained_model(error)).map(describe).collect();
     match &problems[..] {
         [] => Ok(job),
         problems => Err(format!("the job in `{DESCRIPTION}` cannot be used: {}", problems.join("; "))),
@@ -33,7 +34,7 @@ pub fn described_job(description: &Value, folder: &Path) -> Result<Job, String> 
 }
 
 /// Whether a mistake is about what a trained model needs.
-fn is_of_model(error: &JobError) -> bool {
+fn concerns_trained_model(error: &JobError) -> bool {
     let is_in = |table: &&str| {
         let rest = error.key.as_deref().and_then(|key| key.strip_prefix(*table));
         rest.is_some_and(|rest| rest.is_empty() || rest.starts_with(['.', '[']))
@@ -41,8 +42,8 @@ fn is_of_model(error: &JobError) -> bool {
     match error.code {
         // Paths of a resolved job are absolute: what looks like a variable there is part of a name.
         ErrorCode::UnsetVariable | ErrorCode::More => false,
-        ErrorCode::Contradiction => CONSISTENT.iter().any(is_in),
-        _ => !OF_TRAINING.iter().any(is_in),
+        ErrorCode::Contradiction => CONFLICT_CHECKED_KEYS.iter().any(is_in),
+        _ => !TRAINING_ONLY_TABLES.iter().any(is_in),
     }
 }
 

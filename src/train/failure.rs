@@ -27,7 +27,7 @@ pub enum Failure {
     Teacher(TeacherError),
     #[error(transparent)]
     LowRank(LowRankError),
-    #[error("the job does not fit in the memory it may use")]
+    #[error("the job does not fit in its memory budget")]
     DoesNotFit(Box<MemoryPlan>),
     #[error("out of memory{}", after(tried))]
     OutOfMemory {
@@ -79,7 +79,7 @@ pub enum Failure {
     #[error("`{}` is not a run: it has neither a job.toml nor checkpoints", .0.display())]
     NotARun(PathBuf),
     #[error(
-        "the model does not fit in the memory it may use: it needs {needs} of RAM of {ram}{}",
+        "the model does not fit in its memory budget: it needs {needs} of RAM of {ram}{}",
         of_vram(needs_vram, vram)
     )]
     SessionDoesNotFit { needs: Bytes, ram: Bytes, needs_vram: Bytes, vram: Bytes },

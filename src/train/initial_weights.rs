@@ -168,9 +168,12 @@ impl InitialWeights {
                 // The linear maps to a teacher's features are no part of the model.
                 Some(_) | None if name.starts_with(FEATURE_MAPS) => report.new.push(name.clone()),
                 Some(shape) => {
-                    problems.push(format!("`{name}` has shape {shape:?} there and {:?} here", spec.shape));
+                    problems.push(format!(
+                        "`{name}` has shape {shape:?} in the file, and {:?} in the model",
+                        spec.shape
+                    ));
                 }
-                None => problems.push(format!("it has no `{name}`")),
+                None => problems.push(format!("the file lacks the tensor `{name}`")),
             }
         }
         // Running statistics must be complete or absent. The ranges of activations are not loaded: training finds them
@@ -183,9 +186,11 @@ impl InitialWeights {
                     Some(shape) if shape == spec.shape => {
                         drop(taken.insert(spec.name.clone(), spec.name.clone()))
                     }
-                    Some(shape) => problems
-                        .push(format!("`{}` has shape {shape:?} there and {:?} here", spec.name, spec.shape)),
-                    None => problems.push(format!("it has no `{}`", spec.name)),
+                    Some(shape) => problems.push(format!(
+                        "`{}` has shape {shape:?} in the file, and {:?} in the model",
+                        spec.name, spec.shape
+                    )),
+                    None => problems.push(format!("the file lacks the tensor `{}`", spec.name)),
                 }
             }
         }
@@ -361,7 +366,10 @@ mod tests {
         );
         let layout = layout(4, 2);
         let error = InitialWeights::open(&file, &layout, "head", InitHead::Strict).err().unwrap().to_string();
-        assert!(error.contains("`head.weight` has shape [5, 2] there and [2, 2] here"), "{error}");
+        assert!(
+            error.contains("`head.weight` has shape [5, 2] in the file, and [2, 2] in the model"),
+            "{error}"
+        );
         let weights = InitialWeights::open(&file, &layout, "head", InitHead::Auto).unwrap();
         let report = InitReport {
             matched: 1,
@@ -392,9 +400,9 @@ mod tests {
         };
         let layout = layout(4, 2);
         for (shape, problem) in [
-            (&[][..], "`wte.weight` has shape [] there and [4, 2] here"),
-            (&[2][..], "`wte.weight` has shape [2] there and [4, 2] here"),
-            (&[0, 2][..], "`wte.weight` has shape [0, 2] there and [4, 2] here"),
+            (&[][..], "`wte.weight` has shape [] in the file, and [4, 2] in the model"),
+            (&[2][..], "`wte.weight` has shape [2] in the file, and [4, 2] in the model"),
+            (&[0, 2][..], "`wte.weight` has shape [0, 2] in the file, and [4, 2] in the model"),
         ] {
             let error = error(shape, &layout).unwrap();
             assert!(error.contains(problem), "{error}");

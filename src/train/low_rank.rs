@@ -131,7 +131,7 @@ impl Spectra {
             }
             let Some(values) = files.matrix(layer)? else {
                 let (name, shape) = (&layer.weight.name, &layer.weight.shape);
-                let problems = vec![format!("it has no `{name}` of shape {shape:?}")];
+                let problems = vec![format!("the file lacks the tensor `{name}` of shape {shape:?}")];
                 return Err(Failure::Init(InitError::Mismatch { problems, policy: InitHead::Strict }));
             };
             let (rows, columns) = layer.dims();

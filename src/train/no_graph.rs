@@ -13,7 +13,7 @@ pub enum NoGraph {
     Distilled,
     #[error("offloaded memory is copied by streams of its own")]
     Offloaded,
-    #[error("no kind of micro-batch was trained on {0} times")]
+    #[error("no micro-batch shape occurred {0} times, as a capture needs")]
     TooFewPasses(u32),
     #[error("its arena of {} does not fit into the heap beside what lives longer", crate::base::units::Bytes(*.0))]
     ArenaDoesNotFit(u64),
@@ -21,7 +21,7 @@ pub enum NoGraph {
     AllocationsDiffer,
     #[error("{0} tensors outlive the pass, not only its metric sums")]
     TensorsOutlive(usize),
-    #[error("the host waits for what it computes")]
+    #[error("the pass synchronizes with the host")]
     HostReads,
     #[error("it was released when memory ran out")]
     Released,

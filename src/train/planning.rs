@@ -230,7 +230,7 @@ impl Setup {
         if backend.on_gpu() == self.backend().on_gpu() {
             return &self.network;
         }
-        self.fused_elsewhere.get_or_init(|| {
+        self.network_for_other_device.get_or_init(|| {
             let mut network = self.network_on(backend, self.features());
             let ranks = self.network.blocks.iter().map(|block| block.recompute_rank);
             network.blocks.iter_mut().zip(ranks).for_each(|(block, rank)| block.recompute_rank = rank);
@@ -360,8 +360,8 @@ impl Setup {
     }
 
     /// Whether the job permits this action when memory is short.
-    pub fn allows(&self, rung: OomAction) -> bool {
-        self.job.memory.on_oom.contains(&rung)
+    pub fn allows(&self, action: OomAction) -> bool {
+        self.job.memory.on_oom.contains(&action)
     }
 }
 

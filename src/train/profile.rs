@@ -252,16 +252,16 @@ const WARM_UPS: u64 = 3;
 /// Upper bound on the seconds that taking and recording a timestamp costs the host. On a busy machine, profiled updates
 /// may be slower for other reasons, which is no overhead of timestamps.
 fn max_timestamp_s() -> f64 {
-    const TAKEN: usize = 64;
+    const TIMESTAMP_SAMPLES: usize = 64;
     const RECORD_FACTOR: f64 = 40.0;
     let of_one = |_| {
         let start = Instant::now();
-        for _ in 0..TAKEN {
+        for _ in 0..TIMESTAMP_SAMPLES {
             let _ = std::hint::black_box(Clock::Host.now());
         }
-        start.elapsed().as_secs_f64() / TAKEN as f64
+        start.elapsed().as_secs_f64() / TIMESTAMP_SAMPLES as f64
     };
-    RECORD_FACTOR * (0..TAKEN).map(of_one).fold(f64::INFINITY, f64::min)
+    RECORD_FACTOR * (0..TIMESTAMP_SAMPLES).map(of_one).fold(f64::INFINITY, f64::min)
 }
 
 /// Factor on the head start of a profiled update, in which the host also enqueues timestamps.

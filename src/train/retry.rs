@@ -216,7 +216,7 @@ mod tests {
 
         #[test]
         fn evaluation_ends_at_one_sample(eval_micro_batch in 1usize..5000, short in 0u64..100) {
-            let peak = |way: ExecutionPlan| 10 * way.eval_micro_batch as u64;
+            let peak = |plan: ExecutionPlan| 10 * plan.eval_micro_batch as u64;
             let mut now = ExecutionPlan { eval_micro_batch, ..plan_for(8, 1, 1) };
             while let Some(next) = next_smaller_eval(now, short, &peak) {
                 prop_assert!(next.eval_micro_batch < now.eval_micro_batch);

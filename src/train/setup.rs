@@ -50,7 +50,7 @@ pub struct Setup {
     pub metrics: RequestedMetrics,
     pub network: Network,
     /// The network fused for the other kind of device, once a plan needed it.
-    pub(super) fused_elsewhere: OnceLock<Network>,
+    pub(super) network_for_other_device: OnceLock<Network>,
     /// For padded samples: the same network at shorter lengths, ascending.
     pub bucket_networks: Vec<BucketNetwork>,
     pub layout: ParamLayout,
@@ -146,7 +146,7 @@ impl Setup {
     fn rebuild_networks(&mut self) {
         self.dtype = self.activation_dtype(self.backend());
         self.network = self.network_on(self.backend(), self.features());
-        self.fused_elsewhere = OnceLock::new();
+        self.network_for_other_device = OnceLock::new();
         for i in 0..self.bucket_networks.len() {
             let network = self.network_on(self.backend(), &self.bucket_networks[i].features);
             self.bucket_networks[i].network = network;
@@ -272,7 +272,7 @@ impl Setup {
             network,
             teacher,
             stored_logits,
-            fused_elsewhere: OnceLock::new(),
+            network_for_other_device: OnceLock::new(),
             bucket_networks,
             layout: built.layout,
             order,

@@ -64,7 +64,7 @@ pub enum SignalSource {
 
 /// What a process writes to stderr when a signal ends it at once; whole lines.
 #[derive(Clone, Debug, Default)]
-pub struct LastWords {
+pub struct ExitMessages {
     /// Before the run has begun, so that there is nothing to finish.
     pub starting: String,
     /// When a second signal ends it.
@@ -87,12 +87,12 @@ struct SignalState {
 
 impl Signals {
     /// Starts watching the process's signals. Until [`begin`](Self::begin), the first one ends the process.
-    pub fn watch(source: SignalSource, words: LastWords) -> io::Result<Self> {
-        let (signals, words) = (Self::default(), Arc::new(words));
+    pub fn watch(source: SignalSource, messages: ExitMessages) -> io::Result<Self> {
+        let (signals, messages) = (Self::default(), Arc::new(messages));
         for number in stop_signals() {
             let signal = Signal::from_number(number);
             match source {
-                SignalSource::Anyone => signals.register(number, signal, &words)?,
+                SignalSource::Anyone => signals.register(number, signal, &messages)?,
                 SignalSource::Supervisor => {
                     signal_hook::flag::register(number, Arc::new(AtomicBool::new(false)))?;
                 }
@@ -100,21 +100,21 @@ impl Signals {
         }
         if source == SignalSource::Supervisor {
             for signal in [Signal::Interrupt, Signal::Terminate] {
-                signals.register(signal.forwarded_number(), signal, &words)?;
+                signals.register(signal.forwarded_number(), signal, &messages)?;
             }
         }
         Ok(signals)
     }
 
-    fn register(&self, number: i32, signal: Signal, words: &Arc<LastWords>) -> io::Result<()> {
-        let (state, words, code) = (self.state.clone(), words.clone(), signal.exit_code());
+    fn register(&self, number: i32, signal: Signal, messages: &Arc<ExitMessages>) -> io::Result<()> {
+        let (state, messages, code) = (self.state.clone(), messages.clone(), signal.exit_code());
         let seen = AtomicBool::new(false);
         let handler = move || {
             let begun = state.begun.load(Ordering::Relaxed);
             if begun && !seen.swap(true, Ordering::Relaxed) {
                 return state.received.store(code as usize, Ordering::Relaxed);
             }
-            write_to_stderr(if begun { &words.running } else { &words.starting });
+            write_to_stderr(if begun { &messages.running } else { &messages.starting });
             signal_hook::low_level::exit(code);
         };
         // SAFETY: the handler is async-signal-safe: it uses atomics, `write` and `_exit`, and allocates nothing.

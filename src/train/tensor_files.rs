@@ -291,13 +291,14 @@ fn float_tensor<'a>(reader: &'a TensorReader, spec: &TensorSpec) -> Result<&'a T
     // A language model that was saved without its head has names without the prefix of the body.
     let bare = name.split_once('.').filter(|(prefix, _)| ["transformer", "model"].contains(prefix));
     let found = reader.info(name).or_else(|| reader.info(bare?.1));
-    let info = found.ok_or_else(|| reader.mismatch(format!("it has no `{name}`")))?;
+    let info = found.ok_or_else(|| reader.mismatch(format!("the file lacks the tensor `{name}`")))?;
     if info.shape != spec.shape {
-        let reason = format!("`{name}` has shape {:?} there and {:?} here", info.shape, spec.shape);
+        let reason =
+            format!("`{name}` has shape {:?} in the file, and {:?} in the model", info.shape, spec.shape);
         return Err(reader.mismatch(reason));
     }
     match is_float(info.dtype) {
         true => Ok(info),
-        false => Err(reader.mismatch(format!("`{name}` is {} there, and not a float", info.dtype))),
+        false => Err(reader.mismatch(format!("`{name}` is {} in the file, and not a float", info.dtype))),
     }
 }

@@ -85,11 +85,12 @@ impl TensorReader {
 
     /// The tensor of this name, if it has this type and shape.
     pub fn checked(&self, name: &str, dtype: Dtype, shape: &[usize]) -> Result<&TensorInfo, Failure> {
-        let info = self.info(name).ok_or_else(|| self.mismatch(format!("it has no `{name}`")))?;
+        let info =
+            self.info(name).ok_or_else(|| self.mismatch(format!("the file lacks the tensor `{name}`")))?;
         match info.shape == shape && info.dtype == dtype {
             true => Ok(info),
             false => Err(self.mismatch(format!(
-                "`{name}` is {} {:?} there and {dtype} {shape:?} here",
+                "`{name}` is {} {:?} in the file, and {dtype} {shape:?} in the model",
                 info.dtype, info.shape
             ))),
         }

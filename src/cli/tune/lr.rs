@@ -11,7 +11,7 @@ use crate::cli::fit::RUNS_DIR;
 use crate::cli::{CliError, CommonArgs, Exit, print_line, start_threads};
 use crate::report;
 use crate::train::Failure;
-use crate::train::signals::{LastWords, Signal, SignalSource, Signals};
+use crate::train::signals::{ExitMessages, Signal, SignalSource, Signals};
 use crate::tune::lr_range::{LrCurve, Suggestion, suggest};
 use crate::tune::lr_test::{LrEnd, LrFolder, LrTest};
 use crate::tune::{ChildOptions, Parameter};
@@ -50,7 +50,7 @@ pub fn run(path: &Path, bounds: LrBounds, updates: u64, common: &CommonArgs) -> 
     common.load_job(path)?;
     let job = test.job(path, &common.set)?;
     start_threads()?;
-    let signals = Signals::watch(SignalSource::Anyone, LastWords::default())?;
+    let signals = Signals::watch(SignalSource::Anyone, ExitMessages::default())?;
     signals.begin();
     let folder = LrFolder { root: new_folder(&Path::new(RUNS_DIR).join(&job.name), "lr-")? };
     let child = ChildOptions { arguments: child_arguments(common), threads: rayon::current_num_threads() };

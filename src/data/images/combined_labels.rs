@@ -31,7 +31,7 @@ impl ImageFiles {
                 file: file.clone(),
                 place: format!("column `{}`", self.options.columns.label),
                 problem: format!(
-                    "its values look like several labels each, separated by `{separator}`, as in `{example}`"
+                    "its values look like lists of labels, separated by `{separator}`, as in `{example}`"
                 ),
                 hint: "set `label_separator` to what separates them, or to \"\" if each text is one class",
             }),

@@ -468,7 +468,7 @@ impl ImageFiles {
             about.push((
                 warnings::WARNING.into(),
                 format!(
-                    "classes such as `{example}` look like several labels each: set \
+                    "classes such as `{example}` look like lists of labels: set \
                      `label_separator = \"{separator}\"` if an image has any number of them"
                 ),
             ));

@@ -58,7 +58,7 @@ fn entropy(counts: &[usize; 256]) -> (f64, usize) {
 }
 
 /// The type that a file of ids without a header seems to have, if it is not supported.
-pub fn foreign_type(beginning: &[u8], len: u64) -> Option<&'static str> {
+pub fn unsupported_type(beginning: &[u8], len: u64) -> Option<&'static str> {
     if beginning.len() < MIN_BYTES || beginning.iter().all(|byte| *byte == 0) {
         return None;
     }
@@ -95,10 +95,10 @@ fn float_type(beginning: &[u8], len: u64) -> Option<&'static str> {
         ("floats of 32 bits", words.map(|word| f32::from_le_bytes(*word).into()).collect());
     let of_64 = ("floats of 64 bits", doubles.collect());
     let of_16 = ("floats of 16 bits", halves.clone().map(|word| f16::from_le_bytes(*word).into()).collect());
-    let brain =
+    let of_bf16 =
         ("floats of 16 bits (bfloat16)", halves.map(|word| bf16::from_le_bytes(*word).into()).collect());
     // Ids that are whole numbers as floats, all of them, are not a coincidence.
-    let found = [&of_32, &of_64, &of_16, &brain].into_iter().find(|(_, values)| whole(values));
+    let found = [&of_32, &of_64, &of_16, &of_bf16].into_iter().find(|(_, values)| whole(values));
     let found = found.or_else(|| [&of_32, &of_64].into_iter().find(|(_, values)| usual(values)));
     found.map(|(name, _)| *name).filter(|_| len.is_multiple_of(2))
 }
@@ -115,7 +115,7 @@ fn is_big_endian(beginning: &[u8], len: u64) -> bool {
     };
     // The first of two bytes has less entropy than the second: large ids are rarer, and a vocabulary seldom ends at
     // 65,536.
-    let first_says_less = || {
+    let first_byte_has_less_entropy = || {
         const MIN_VALUES: usize = 64;
         const MIN_BITS: f64 = 0.1;
         let [(first, _), (second, values)] = [0, 1].map(|at| entropy(&histogram(beginning, at, 2)));
@@ -123,7 +123,7 @@ fn is_big_endian(beginning: &[u8], len: u64) -> bool {
         let error = 256.0 / beginning.len() as f64;
         beginning.len() >= 1024 && values >= MIN_VALUES && first + MIN_BITS + error < second
     };
-    upper_first(2) || upper_first(4) || upper_first(8) || first_says_less()
+    upper_first(2) || upper_first(4) || upper_first(8) || first_byte_has_less_entropy()
 }
 
 /// Whether it is text: every character is printable or white space.
@@ -179,7 +179,7 @@ mod tests {
     }
 
     fn found(bytes: &[u8]) -> Option<&'static str> {
-        foreign_type(bytes, bytes.len() as u64)
+        unsupported_type(bytes, bytes.len() as u64)
     }
 
     #[test]

@@ -15,7 +15,7 @@ use std::{
 
 use super::DataError;
 use super::npy::{NPY_MAGIC, NpyHeader};
-use super::token_detection::{foreign_type, guess_width, has_single_bytes, is_text};
+use super::token_detection::{guess_width, has_single_bytes, is_text, unsupported_type};
 pub use super::token_width::TokenWidth;
 use crate::base::{file_format, regular_file};
 use crate::files;
@@ -255,7 +255,7 @@ fn doubt(prefix: &[u8], len: u64) -> Option<(String, &'static str)> {
         return Some((problem.into(), "set `dtype = \"u8\"`, or \"u16\" if they have two bytes"));
     }
     let hint = "write them with `ids.astype(\"<u2\").tofile(...)`, or set `dtype` if they are little-endian integers";
-    foreign_type(prefix, len).map(|found| (format!("its ids seem to be {found}"), hint))
+    unsupported_type(prefix, len).map(|found| (format!("its ids seem to be {found}"), hint))
 }
 
 /// The ids of several files as one sequence.

@@ -128,11 +128,11 @@ impl Tokenizer {
         if let Tokenizer::HuggingFace(_) = self { thread_bytes() } else { 0 }
     }
 
-    /// Checks that encoding `text` takes at most `limit` bytes; `whole` if it is encoded with offsets or special
-    /// tokens.
-    pub fn check_memory(&self, text: &str, whole: bool, limit: u64) -> Result<(), TextError> {
+    /// Checks that encoding `text` takes at most `limit` bytes; `bypasses_word_encoder` if it is encoded with offsets
+    /// or special tokens.
+    pub fn check_memory(&self, text: &str, bypasses_word_encoder: bool, limit: u64) -> Result<(), TextError> {
         match self {
-            Tokenizer::HuggingFace(json) => json.check_memory(text, whole, limit),
+            Tokenizer::HuggingFace(json) => json.check_memory(text, bypasses_word_encoder, limit),
             _ => check_bytes("tokenizing it", BYTES_PER_TEXT_BYTE * text.len() as u64, limit),
         }
     }

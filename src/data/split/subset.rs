@@ -12,12 +12,12 @@ pub struct Subset {
     dataset: Arc<dyn Dataset>,
     plan: Arc<SplitPlan>,
     set: DatasetSplit,
-    holds: Holds,
+    counted: CountedMemory,
 }
 
 /// Which memory a subset counts as its own, so that the sets of a job count everything once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Holds {
+enum CountedMemory {
     /// The dataset and the split plan.
     All,
     /// Its own reader. The training set counts the split plan.
@@ -65,16 +65,16 @@ pub fn job_datasets(
 fn split_dataset(TrainFiles { train, others }: TrainFiles, plan: SplitPlan) -> Subsets {
     let (sets, plan) = (plan.settings.sets(), Arc::new(plan));
     let subset = |set, dataset: &Arc<dyn Dataset>, reader: Option<Arc<dyn Dataset>>| {
-        let holds = if reader.is_some() { Holds::Reader } else { Holds::Part };
-        Subset { dataset: reader.unwrap_or_else(|| dataset.clone()), plan: plan.clone(), set, holds }
+        let counted = if reader.is_some() { CountedMemory::Reader } else { CountedMemory::Part };
+        Subset { dataset: reader.unwrap_or_else(|| dataset.clone()), plan: plan.clone(), set, counted }
     };
     let other = |set| sets.contains(&set).then(|| subset(set, &others, others.sequential_reader()));
     let (valid, test) = (other(DatasetSplit::Valid), other(DatasetSplit::Test));
     // If the validation set has a reader of its own, the training set counts all of this one.
-    let shares = valid.as_ref().is_some_and(|valid| valid.holds == Holds::Part);
+    let shares = valid.as_ref().is_some_and(|valid| valid.counted == CountedMemory::Part);
     let mut train = subset(DatasetSplit::Train, &train, None);
     if !shares {
-        train.holds = Holds::All;
+        train.counted = CountedMemory::All;
     }
     Subsets { train, valid, test }
 }
@@ -95,7 +95,7 @@ pub fn random_split(
 impl Subset {
     /// One set of a dataset that nothing else uses.
     pub fn alone(dataset: Arc<dyn Dataset>, plan: SplitPlan, set: DatasetSplit) -> Self {
-        Self { dataset, plan: Arc::new(plan), set, holds: Holds::All }
+        Self { dataset, plan: Arc::new(plan), set, counted: CountedMemory::All }
     }
 
     /// Index of sample `i` in the whole dataset.
@@ -127,11 +127,11 @@ impl Dataset for Subset {
         let part = |set| {
             (dataset as u128 * self.plan.count(set) as u128 / self.plan.samples().max(1) as u128) as u64
         };
-        match (self.holds, self.set) {
-            (Holds::All, _) => dataset + plan,
-            (Holds::Reader, _) => dataset,
-            (Holds::Part, DatasetSplit::Train) => dataset - part(DatasetSplit::Valid) + plan,
-            (Holds::Part, set) => part(set),
+        match (self.counted, self.set) {
+            (CountedMemory::All, _) => dataset + plan,
+            (CountedMemory::Reader, _) => dataset,
+            (CountedMemory::Part, DatasetSplit::Train) => dataset - part(DatasetSplit::Valid) + plan,
+            (CountedMemory::Part, set) => part(set),
         }
     }
 

@@ -5,7 +5,7 @@ use super::date_text::DatePart;
 use super::dates::stamp_part;
 
 /// Numbers that files have where a value is missing.
-const MARKS: [f64; 14] = [
+const SENTINEL_VALUES: [f64; 14] = [
     -1.0,
     -9.0,
     -99.0,
@@ -28,13 +28,13 @@ const UNITS: [(f64, &str); 4] =
 const TIMES: std::ops::RangeInclusive<f64> = 631_152_000.0..=4_102_444_800.0;
 /// Values from which on they are not a coincidence.
 const MIN_VALUES: usize = 10;
-const MIN_MARKS: u32 = 2;
+const MIN_SENTINELS: u32 = 2;
 
 /// What the first rows show about the numbers of one column.
 #[derive(Clone, Debug, Default)]
 pub struct CodedNumbers {
-    marks: [u32; MARKS.len()],
-    /// Of the numbers that are no marks.
+    sentinels: [u32; SENTINEL_VALUES.len()],
+    /// Of the numbers that are no sentinels.
     others: usize,
     range: Option<[f64; 2]>,
     /// Numbers that are points in time, for each of the units.
@@ -43,8 +43,8 @@ pub struct CodedNumbers {
 
 impl CodedNumbers {
     pub fn observe(&mut self, number: f64) {
-        if let Some(at) = MARKS.iter().position(|mark| *mark == number) {
-            self.marks[at] += 1;
+        if let Some(at) = SENTINEL_VALUES.iter().position(|sentinel| *sentinel == number) {
+            self.sentinels[at] += 1;
         } else if number.is_finite() {
             let [smallest, largest] = self.range.unwrap_or([number; 2]);
             self.range = Some([smallest.min(number), largest.max(number)]);
@@ -58,19 +58,20 @@ impl CodedNumbers {
     /// What is suspicious about the numbers of a column of this name.
     pub fn warning(&self, name: &str) -> Option<String> {
         let [smallest, largest] = self.range.filter(|_| self.others >= MIN_VALUES)?;
-        let is_far = |mark: f64| match mark {
+        let is_far = |sentinel: f64| match sentinel {
             // Also a change of one.
             -1.0 => smallest >= 0.0 && largest >= 20.0,
-            _ if mark < 0.0 && smallest >= 0.0 => true,
-            _ => (smallest - mark).max(mark - largest) > largest - smallest,
+            _ if sentinel < 0.0 && smallest >= 0.0 => true,
+            _ => (smallest - sentinel).max(sentinel - largest) > largest - smallest,
         };
-        let marks = MARKS.iter().zip(self.marks);
-        if let Some((mark, count)) =
-            marks.filter(|(mark, n)| *n >= MIN_MARKS && is_far(**mark)).max_by_key(|x| x.1)
+        let sentinels = SENTINEL_VALUES.iter().zip(self.sentinels);
+        if let Some((sentinel, count)) =
+            sentinels.filter(|(sentinel, n)| *n >= MIN_SENTINELS && is_far(**sentinel)).max_by_key(|x| x.1)
         {
             return Some(format!(
-                "column `{name}` has `{mark}` {count} times in the first rows, and otherwise {smallest} to {largest}: \
-                 if it stands for a missing value, add it to `missing`, as in `missing = [\"\", \"{mark}\"]`"
+                "column `{name}` has `{sentinel}` {count} times in the first rows, and otherwise {smallest} to \
+                 {largest}: if it stands for a missing value, add it to `missing`, as in \
+                 `missing = [\"\", \"{sentinel}\"]`"
             ));
         }
         let at = self.times.iter().position(|count| *count == self.others && smallest < largest)?;
@@ -98,31 +99,31 @@ mod tests {
 
     #[test]
     fn marks_of_missing_values_are_far_from_the_others() {
-        let with = |mark: f64, other: fn(f64) -> f64| {
-            warning((0..40).map(|i| if i % 10 == 0 { mark } else { other(f64::from(i)) }))
+        let with = |sentinel: f64, other: fn(f64) -> f64| {
+            warning((0..40).map(|i| if i % 10 == 0 { sentinel } else { other(f64::from(i)) }))
         };
-        for (mark, other) in [
+        for (sentinel, other) in [
             (-999.0, (|i| i / 4.0 - 3.0) as fn(f64) -> f64),
             (-1.0, |i| i),
             (-9.0, |i| i % 5.0),
             (9999.0, |i| i * 100.0),
             (999.0, |i| i % 28.0),
         ] {
-            let text = with(mark, other).unwrap();
+            let text = with(sentinel, other).unwrap();
             assert!(
-                text.contains(&format!("has `{mark}` 4 times")) && text.contains("`missing = "),
+                text.contains(&format!("has `{sentinel}` 4 times")) && text.contains("`missing = "),
                 "{text}"
             );
         }
-        for (mark, other) in [
+        for (sentinel, other) in [
             (-1.0, (|i| i % 2.0) as fn(f64) -> f64),
             (-9.0, |i| i - 20.0),
             (99.0, |i| i * 3.0),
             (-999.0, |i| i * 100.0 - 2000.0),
         ] {
-            assert_eq!(with(mark, other), None, "{mark}");
+            assert_eq!(with(sentinel, other), None, "{sentinel}");
         }
-        // Once is no mark.
+        // Once is no sentinel.
         assert_eq!(warning((0..40).map(|i| if i == 7 { -999.0 } else { f64::from(i) })), None);
     }
 

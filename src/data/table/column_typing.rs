@@ -135,7 +135,7 @@ impl<'a> ColumnTyping<'a> {
             None => return Ok(()),
             Some(LabelLists::Bracketed) if self.settings.task == TableTask::MultiLabel => return Ok(()),
             Some(LabelLists::Bracketed) => (
-                "written as lists".to_owned(),
+                "written in brackets".to_owned(),
                 "set `task = \"labels\"` for several labels per row, or `task = \"classes\"` if each text is one class",
             ),
             Some(LabelLists::Separated(separator)) => (
@@ -144,11 +144,7 @@ impl<'a> ColumnTyping<'a> {
             ),
         };
         let example = self.inferred[i].example_list().unwrap_or_default();
-        Err(self.wrong(
-            i,
-            format!("its values look like several labels each, {how}, as in `{example}`"),
-            hint,
-        ))
+        Err(self.wrong(i, format!("its values look like lists of labels, {how}, as in `{example}`"), hint))
     }
 
     /// Refuses a text among numbers or dates, bounds among numbers, and numbers with units, unless the column is

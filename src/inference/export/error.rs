@@ -10,22 +10,22 @@ use crate::train::Failure;
 
 #[derive(Debug, thiserror::Error)]
 pub enum ExportError {
-    #[error("a `{kind}` model has no `{}` form", format.name())]
+    #[error("`{kind}` models cannot be exported as `{}`", format.name())]
     UnsupportedPair { kind: &'static str, format: ExportFormat },
-    #[error("`{layer}` is factorized, and `{}` has no form for the two layers of `[lowrank]`", format.name())]
+    #[error("`{layer}` is factorized by `[lowrank]`, which `{}` does not support", format.name())]
     Factorized { layer: String, format: ExportFormat },
-    #[error("pruning made `{layer}` smaller, and `{}` has no form for such a layer", format.name())]
+    #[error("pruning made `{layer}` smaller, which `{}` does not support", format.name())]
     Shrunk { layer: String, format: ExportFormat },
     #[error(
         "`{}` has {} units and `{}` has {}, and `{}` states one number for all layers",
         sizes[0].0, sizes[0].1, sizes[1].0, sizes[1].1, format.name()
     )]
     Uneven { sizes: [(String, usize); 2], format: ExportFormat },
-    #[error("`--quantize {}` has no form in `{}`", quantized.name(), format.name())]
+    #[error("`--quantize {}` is not supported by `{}`", quantized.name(), format.name())]
     QuantizationFormat { quantized: QuantizedType, format: ExportFormat },
-    #[error("`--quantize {}` has no form for a `{kind}` model", quantized.name())]
+    #[error("`--quantize {}` is not supported for `{kind}` models", quantized.name())]
     QuantizationKind { quantized: QuantizedType, kind: &'static str },
-    #[error("`--rounding gptq` has no form for {}", rounding_case(*quantized, kind))]
+    #[error("`--rounding gptq` is not supported for {}", rounding_case(*quantized, kind))]
     Rounding { quantized: Option<QuantizedType>, kind: &'static str },
     #[error("the activations of `{point}` were not calibrated")]
     Uncalibrated { point: String },
@@ -43,15 +43,15 @@ pub enum ExportError {
     Overflow { tensor: String, value: f32, dtype: &'static str },
     #[error("converting `{tensor}` takes {}, and the budget is {}", Bytes(*needed), Bytes(*max_bytes))]
     Memory { tensor: String, needed: u64, max_bytes: u64 },
-    #[error("layer `{layer}` has no form in this format")]
+    #[error("layer `{layer}` is not supported by this format")]
     UnsupportedLayer { layer: String },
-    #[error("`--dtype {dtype}` has no form in `{}`", format.name())]
+    #[error("`--dtype {dtype}` is not supported by `{}`", format.name())]
     UnsupportedDtype { dtype: &'static str, format: ExportFormat },
     #[error("`{file}` would take {}, and the format has at most {}", Bytes(*bytes), Bytes(*most))]
     TooLarge { file: &'static str, bytes: u64, most: u64 },
     #[error("`{}` cannot be read as weights: {reason}", path.display())]
     Weights { path: PathBuf, reason: String },
-    #[error("`{}` is not what was written: {reason}", path.display())]
+    #[error("`{}` does not read back as exported: {reason}", path.display())]
     ReadBack { path: PathBuf, reason: String },
     #[error("cannot {what} `{}`", path.display())]
     Io {
@@ -71,7 +71,7 @@ pub enum ExportError {
 fn rounding_case(quantized: Option<QuantizedType>, kind: &str) -> String {
     match quantized {
         None => "weights that are not quantized".into(),
-        Some(quantized) => format!("a `{kind}` model in `{}`", quantized.name()),
+        Some(quantized) => format!("`{kind}` models in `{}`", quantized.name()),
     }
 }
 
@@ -141,7 +141,7 @@ impl ExportError {
                 Some(format!("{own}; `{}` works with {}", quantized.name(), formats.join(" and ")))
             }
             Self::QuantizationKind { kind, .. } => Some(match INT8_KINDS.contains(kind) {
-                true => "`--quantize int8` has a form for it".into(),
+                true => "`--quantize int8` is supported for them".into(),
                 false => {
                     format!("`int8` works for {}; `--dtype f16` halves this model", INT8_KINDS.join(", "))
                 }
@@ -158,7 +158,7 @@ impl ExportError {
                 })
             }
             Self::UnsupportedLayer { .. } | Self::TooLarge { .. } => {
-                Some("`--format onnx` has a form for every model".into())
+                Some("`--format onnx` exports every model".into())
             }
             Self::UnsupportedDtype { format, .. } => {
                 let names: Vec<&str> = format.dtypes().iter().map(|dtype| dtype.name()).collect();

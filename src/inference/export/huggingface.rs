@@ -244,7 +244,7 @@ mod tests {
                 image: Some(image(fit)),
                 job: Value::Null,
                 preprocessing: Value::Null,
-                kept: None,
+                checkpoint_preprocessing: None,
                 activations: None,
                 scales: None,
                 step: 0,

@@ -91,7 +91,7 @@ pub fn round_matrices(
     );
     model.points = own;
     let session = loaded?;
-    round_others(&ExportSource::new(model), &mappings, &formats, &layers, &session)?;
+    round_remaining_to_nearest(&ExportSource::new(model), &mappings, &formats, &layers, &session)?;
     let mut batches: Vec<BlockInput> = Vec::new();
     let loading = &model.job.data.loader;
     let skipped = session.for_some_batches(dataset.clone(), samples, loading, |batch| {
@@ -274,7 +274,7 @@ fn largest_between_blocks(network: &Network) -> usize {
 }
 
 /// Rounds the weights that GPTQ does not round, as the export will, so that GPTQ compensates for their error too.
-fn round_others(
+fn round_remaining_to_nearest(
     source: &ExportSource,
     mappings: &[TensorMapping],
     formats: &[TensorFormat],

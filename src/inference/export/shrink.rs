@@ -41,7 +41,8 @@ pub fn shrink(model: &TrainedModel, max_bytes: u64) -> Result<Option<ShrunkModel
     let removed = RemovedUnits { structure, removed, units: all.count() as u64 };
     let reduced = models::without_pruned(job, counts);
     // With the ranges of its activations, if training has found them.
-    let rules = ParamRules::of_reductions(&Reductions::of_job(&reduced)).quantized(model.quantizes());
+    let rules =
+        ParamRules::of_reductions(&Reductions::of_job(&reduced)).quantized(model.has_trained_ranges());
     let layout =
         models::build_with(&reduced.model, model.features(), &LossOptions::default(), &rules)?.layout;
     let file = tempfile::Builder::new()

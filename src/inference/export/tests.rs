@@ -109,45 +109,45 @@ fn pairs_without_a_form_are_refused_by_name() {
     let error = |case: &ExportCase, options: ExportOptions| case.export(&options).err().unwrap();
     let cnn = case("cnn");
     let refused = error(&cnn, cnn.options(ExportFormat::Gguf, None, None));
-    assert_eq!(refused.to_string(), "a `cnn` model has no `gguf` form");
+    assert_eq!(refused.to_string(), "`cnn` models cannot be exported as `gguf`");
     assert_eq!(
         refused.hint().unwrap(),
         "a `cnn` model exports with `--format safetensors`, `--format onnx`, `--format tflite`"
     );
     assert!(refused.is_usage());
     let refused = error(&cnn, cnn.options(ExportFormat::Tflite, Some(WeightDtype::F16), None));
-    assert_eq!(refused.to_string(), "`--dtype f16` has no form in `tflite`");
+    assert_eq!(refused.to_string(), "`--dtype f16` is not supported by `tflite`");
     assert_eq!(refused.hint().unwrap(), "its weights are f32");
     let mlp = case("mlp");
     let refused = error(&mlp, mlp.options(ExportFormat::Hf, None, None));
-    assert_eq!(refused.to_string(), "a `mlp` model has no `hf` form");
+    assert_eq!(refused.to_string(), "`mlp` models cannot be exported as `hf`");
     let refused =
         error(&mlp, mlp.options(ExportFormat::Onnx, None, Some(QuantizedType::Gguf(Quantization::Q8_0))));
-    assert_eq!(refused.to_string(), "`--quantize q8_0` has no form in `onnx`");
+    assert_eq!(refused.to_string(), "`--quantize q8_0` is not supported by `onnx`");
     assert_eq!(refused.hint().unwrap(), "it has int8, int4; `q8_0` works with `--format gguf`");
     let gpt = case("gpt");
     let refused = error(&gpt, gpt.options(ExportFormat::Tflite, None, None));
-    assert_eq!(refused.to_string(), "a `gpt` model has no `tflite` form");
+    assert_eq!(refused.to_string(), "`gpt` models cannot be exported as `tflite`");
     assert!(refused.hint().unwrap().contains("`--format gguf`, `--format onnx`"));
     let refused = error(&gpt, gpt.options(ExportFormat::Gguf, None, Some(QuantizedType::Int8)));
-    assert_eq!(refused.to_string(), "`--quantize int8` has no form in `gguf`");
+    assert_eq!(refused.to_string(), "`--quantize int8` is not supported by `gguf`");
     assert_eq!(
         refused.hint().unwrap(),
         "it has q4_0, q4_1, q5_0, q5_1, q8_0, q4_k, q5_k, q6_k, q4_k_m, q5_k_m; `int8` works with `--format onnx` and \
          `--format tflite`"
     );
     let refused = error(&gpt, gpt.options(ExportFormat::Hf, None, Some(QuantizedType::Int8)));
-    assert_eq!(refused.to_string(), "`--quantize int8` has no form in `hf`");
+    assert_eq!(refused.to_string(), "`--quantize int8` is not supported by `hf`");
     assert!(
         refused.hint().unwrap().starts_with("`--dtype f16` or `--dtype bf16` halves its weights; `int8`")
     );
     let layers = case("layers");
     let refused = error(&layers, layers.options(ExportFormat::Onnx, None, Some(QuantizedType::Int8)));
-    assert_eq!(refused.to_string(), "`--quantize int8` has no form for a `layers` model");
+    assert_eq!(refused.to_string(), "`--quantize int8` is not supported for `layers` models");
     assert!(refused.hint().unwrap().contains("mlp, cnn, resnet, mobilenet"));
     let refused = error(&cnn, cnn.options(ExportFormat::Onnx, None, Some(QuantizedType::Int4)));
-    assert_eq!(refused.to_string(), "`--quantize int4` has no form for a `cnn` model");
-    assert_eq!(refused.hint().unwrap(), "`--quantize int8` has a form for it");
+    assert_eq!(refused.to_string(), "`--quantize int4` is not supported for `cnn` models");
+    assert_eq!(refused.hint().unwrap(), "`--quantize int8` is supported for them");
     let refused = error(
         &gpt,
         gpt.options(

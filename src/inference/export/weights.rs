@@ -29,9 +29,9 @@ impl TensorFile {
         let path = self.0.path();
         let wrong = |reason: String| Err(ExportError::Weights { path: path.to_owned(), reason });
         match self.0.info(name) {
-            None => wrong(format!("it has no `{name}`")),
+            None => wrong(format!("the file lacks the tensor `{name}`")),
             Some(info) if info.shape != shape => {
-                wrong(format!("`{name}` has shape {:?} there and {shape:?} in the model", info.shape))
+                wrong(format!("`{name}` has shape {:?} in the file, and {shape:?} in the model", info.shape))
             }
             Some(info) if !is_float(info.dtype) => {
                 wrong(format!("`{name}` is {}, not a float type", info.dtype))

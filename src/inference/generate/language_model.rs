@@ -35,7 +35,7 @@ pub struct ModelText {
     pub end_tokens: Vec<u32>,
     /// Whether a prompt begins with the special tokens that the tokenizer puts before a text, as published models
     /// expect. Those trained here saw windows of text.
-    whole: bool,
+    adds_leading_special_tokens: bool,
 }
 
 impl ModelText {
@@ -70,14 +70,15 @@ impl ModelText {
         };
         // A tokenizer from the command line need not have the job's separator.
         let end = tokenizer.separator(&requested).or_else(|_| tokenizer.separator(&Separator::Auto))?;
-        let whole = model.origin == Origin::Published;
-        Ok(Some(Self { tokenizer, end_tokens: end.into_iter().collect(), whole }))
+        let adds_leading_special_tokens = model.origin == Origin::Published;
+        let end_tokens = end.into_iter().collect();
+        Ok(Some(Self { tokenizer, end_tokens, adds_leading_special_tokens }))
     }
 
     /// The tokens of a prompt. An empty one begins where a text ends; `None` if no token says so.
     pub fn encode(&self, text: &str) -> Result<Option<Vec<u32>>, String> {
         let mut tokens = Vec::new();
-        if self.whole {
+        if self.adds_leading_special_tokens {
             let (ids, after) = self.tokenizer.encode_with_special_tokens(text)?;
             tokens.extend_from_slice(&ids[..ids.len() - after]);
         } else {

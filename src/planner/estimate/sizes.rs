@@ -21,7 +21,7 @@ pub const SMALL_ALLOCATION_BYTES: u64 = 256 << 10;
 pub const GEMM_WORKSPACE_BYTES: u64 = 32 << 20;
 
 /// The name that reservations for batches in transfer to the GPU carry.
-pub const STAGED_BATCH: &str = "micro-batch on its way";
+pub const STAGED_BATCH: &str = "micro-batch in staging";
 
 /// The name that the reservation for the metrics of an evaluation carries.
 pub const EVALUATION_METRICS: &str = "evaluation metrics";

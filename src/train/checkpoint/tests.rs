@@ -152,9 +152,9 @@ fn weights_of_another_tool_are_taken_by_name() {
     assert_eq!(store.stats.to_vec1::<f32>().unwrap(), [3.0; 3]);
     assert_eq!(load(&bare).unwrap().stats.to_vec1::<f32>().unwrap(), [0.5; 3]);
     let missing = load(&bare[..1]).err().unwrap();
-    assert!(missing.ends_with("it has no `bias`"), "{missing}");
+    assert!(missing.ends_with("the file lacks the tensor `bias`"), "{missing}");
     let odd = load(&[&bare[..], &[("mean", filter)]].concat()).err().unwrap();
-    assert!(odd.contains("`mean` has shape [3, 2, 2, 2] there and [3] here"), "{odd}");
+    assert!(odd.contains("`mean` has shape [3, 2, 2, 2] in the file, and [3] in the model"), "{odd}");
 }
 
 #[test]

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::images::{augment, with_mixing};
-use super::inference::{Samples, TrainedOn, one_of};
+use super::inference::{Samples, TrainedModelData, one_of};
 use super::{Datasets, Failure, Source, context, generated_inputs, readers};
 use crate::data::fingerprint::FingerprintInput;
 use crate::data::shapes::ShapesDataset;
@@ -30,7 +30,7 @@ impl Source for job::ShapesConfig {
 
     fn open_trained(
         &self,
-        trained: &TrainedOn,
+        trained: &TrainedModelData,
         samples: Samples,
         augmentation: Augmentation,
         opening: &DatasetContext,
@@ -66,7 +66,7 @@ impl Source for job::TextSyntheticConfig {
 
     fn open_trained(
         &self,
-        trained: &TrainedOn,
+        trained: &TrainedModelData,
         samples: Samples,
         _augmentation: Augmentation,
         opening: &DatasetContext,

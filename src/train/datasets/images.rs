@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use super::inference::{Samples, TrainedOn};
+use super::inference::{Samples, TrainedModelData};
 use super::{Datasets, Failure, Source, readers, split_settings};
 use crate::base::features::{InputSpec, TargetSpec};
 use crate::base::units::counted;
@@ -55,7 +55,7 @@ impl Source for job::IdxConfig {
     /// Images and labels in idx files: pairs of files, images first.
     fn open_trained(
         &self,
-        trained: &TrainedOn,
+        trained: &TrainedModelData,
         samples: Samples,
         augmentation: Augmentation,
         opening: &DatasetContext,
@@ -157,7 +157,7 @@ impl Source for job::ImagesConfig {
     /// Images of the model's classes.
     fn open_trained(
         &self,
-        trained: &TrainedOn,
+        trained: &TrainedModelData,
         samples: Samples,
         augmentation: Augmentation,
         opening: &DatasetContext,

@@ -68,7 +68,7 @@ fn no_test_set(expected: &'static str) -> Failure {
 }
 
 /// A trained model, as far as its data is concerned.
-pub struct TrainedOn<'a> {
+pub struct TrainedModelData<'a> {
     pub job: &'a Job,
     pub preprocessing: &'a Preprocessing,
     /// The checkpoint's tokenizer, if the data is text.
@@ -76,7 +76,7 @@ pub struct TrainedOn<'a> {
     pub test_time: TestTimeAugmentation,
 }
 
-impl TrainedOn<'_> {
+impl TrainedModelData<'_> {
     /// Opens the samples; each is there as often as it has views, one after the other.
     pub fn open(&self, samples: Samples, opening: &DatasetContext) -> Result<Arc<dyn Dataset>, Failure> {
         let (views, augmentation) = self.views()?;

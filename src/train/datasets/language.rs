@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use super::super::setup::bad_record_policy;
-use super::inference::{Samples, TrainedOn, one_of};
+use super::inference::{Samples, TrainedModelData, one_of};
 use super::{Datasets, Failure, Source, context, file_inputs, split_settings};
 use crate::base::features::TargetSpec;
 use crate::base::regular_file;
@@ -41,7 +41,7 @@ impl Source for job::TextConfig {
 
     fn open_trained(
         &self,
-        trained: &TrainedOn,
+        trained: &TrainedModelData,
         samples: Samples,
         _augmentation: Augmentation,
         opening: &DatasetContext,
@@ -84,7 +84,7 @@ impl Source for job::TokensConfig {
 
     fn open_trained(
         &self,
-        trained: &TrainedOn,
+        trained: &TrainedModelData,
         samples: Samples,
         _augmentation: Augmentation,
         opening: &DatasetContext,
@@ -108,7 +108,7 @@ impl Source for job::JsonlConfig {
 
     fn open_trained(
         &self,
-        trained: &TrainedOn,
+        trained: &TrainedModelData,
         samples: Samples,
         _augmentation: Augmentation,
         opening: &DatasetContext,

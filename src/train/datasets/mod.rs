@@ -10,7 +10,7 @@ pub mod tables;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use self::inference::{Samples, TrainedOn};
+use self::inference::{Samples, TrainedModelData};
 use super::Failure;
 use crate::data::fingerprint::{FingerprintInput, InputKind};
 use crate::data::language::tokenizer::settings_files;
@@ -53,7 +53,7 @@ trait Source {
     /// files comes as [`Samples::Labelled`]. Only images are augmented.
     fn open_trained(
         &self,
-        trained: &TrainedOn,
+        trained: &TrainedModelData,
         samples: Samples,
         augmentation: Augmentation,
         opening: &DatasetContext,

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use super::inference::{Samples, TrainedOn};
+use super::inference::{Samples, TrainedModelData};
 use super::{Datasets, Failure, Source, file_inputs, inputs_of, split_settings};
 use crate::data::fingerprint::FingerprintInput;
 use crate::data::split::SplitSettings;
@@ -95,7 +95,7 @@ macro_rules! table_kinds {
 
             fn open_trained(
                 &self,
-                trained: &TrainedOn,
+                trained: &TrainedModelData,
                 samples: Samples,
                 _augmentation: Augmentation,
                 opening: &DatasetContext,

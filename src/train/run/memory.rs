@@ -129,8 +129,8 @@ impl MemoryControl {
         let has_room =
             |r: PressureReading| r.available >= r.low_watermark() + larger_peak.saturating_sub(now);
         // The GPU heap belongs to the run; only host memory is shared with other processes.
-        let crowded = setup.gpu.is_none() && !self.last_pressure.is_none_or(has_room);
-        if larger_peak > ctx.engine.ledger.budget() || crowded {
+        let host_memory_is_short = setup.gpu.is_none() && !self.last_pressure.is_none_or(has_room);
+        if larger_peak > ctx.engine.ledger.budget() || host_memory_is_short {
             self.backoff.postpone_growth();
             return Ok(());
         }

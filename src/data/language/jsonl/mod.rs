@@ -300,7 +300,7 @@ fn label_list_warning(names: &[String]) -> Option<String> {
         .max_by_key(|(_, parts)| parts.len())?;
     let list = serde_json::Value::from(parts);
     Some(format!(
-        "classes such as `{name}` look like several labels each: write a list, `{list}`, if a record has any number \
+        "classes such as `{name}` look like lists of labels: write a list, `{list}`, if a record has any number \
          of them"
     ))
 }

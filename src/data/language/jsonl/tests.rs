@@ -244,7 +244,7 @@ fn classes_that_look_like_lists_of_labels_are_named() {
         warnings::warnings(&*set, &*valid, 1).join("; ")
     };
     let found = warned("a", &["a|b", "a", "b|c", "c", "a", "b|c"]);
-    assert!(found.contains("several labels each: write a list, `[\"b\",\"c\"]`"), "{found}");
+    assert!(found.contains("lists of labels: write a list, `[\"b\",\"c\"]`"), "{found}");
     assert!(!warned("b", &["a", "b", "c", "a", "b", "c"]).contains("several labels"));
     assert!(warned("c", &["a", "a", "a", "a"]).contains("`a` is the only class"));
 }

@@ -131,11 +131,11 @@ impl HfTokenizer {
         self.config["chat_template"].as_str().map(str::to_owned)
     }
 
-    /// Checks that encoding `text` takes at most `limit` bytes; `whole` if it is encoded with offsets or special
-    /// tokens.
-    pub fn check_memory(&self, text: &str, whole: bool, limit: u64) -> Result<(), TextError> {
+    /// Checks that encoding `text` takes at most `limit` bytes; `bypasses_word_encoder` if it is encoded with offsets
+    /// or special tokens.
+    pub fn check_memory(&self, text: &str, bypasses_word_encoder: bool, limit: u64) -> Result<(), TextError> {
         let bytes = match &self.word_encoder {
-            Some((rule, _)) if !whole => {
+            Some((rule, _)) if !bypasses_word_encoder => {
                 let len = text.len() as u64;
                 // Splitting the text to find its longest word takes time, and nearly every text is short enough.
                 if len * (BYTES_PER_BYTE + BYTES_PER_WORD_BYTE) <= limit {

@@ -312,7 +312,7 @@ fn spellings_of_a_class_are_one() {
 fn labels_that_only_stand_together_are_refused() {
     let rows: String = (0..60).map(|i| format!("{i}.5,{}\n", ["cat|pet", "cow|farm"][i % 2])).collect();
     let error = opened(&format!("x,y\n{rows}")).map(|set| set.len()).unwrap_err();
-    assert!(error.to_string().contains("several labels each, separated by `|`"), "{error}");
+    assert!(error.to_string().contains("lists of labels, separated by `|`"), "{error}");
     assert!(error.hint().unwrap().contains("label_separator"));
 }
 

@@ -88,8 +88,10 @@ impl KSlices {
         } else {
             1
         };
-        let count = steps.div_ceil(most * longer);
-        Self { steps: steps.div_ceil(count), count, panels: MAX_ROW_PANELS / longer }
+        // Not slices of equal length: where one more is needed all would be shorter, and fewer samples, which are the K
+        // of a weight gradient, would need more memory.
+        let (most, count) = (most * longer, steps.div_ceil(most * longer));
+        Self { steps: steps.min(most), count, panels: MAX_ROW_PANELS / longer }
     }
 
     /// Bytes of a packed operand with `columns` columns.

@@ -176,8 +176,9 @@ fn check_measured_cost(
     for (what, stated, measured) in stated {
         let name = layer.name();
         println!("cost {name} {what} {dtype:?} {stated} {measured}");
-        // In these cases `cost` is an upper bound: not every thread takes part in every pass.
-        let is_bound = per_thread;
+        // In these cases `cost` is an upper bound: not every thread takes part in every pass, and GEMMs convert no more
+        // than they must.
+        let is_bound = per_thread || dtype != DType::F32;
         let is_above = measured > stated + SMALL_OBJECTS;
         let is_close = !is_above && (is_bound || stated <= measured + measured / 5 + SMALL_OBJECTS);
         assert!(is_close, "{name}: {what} takes {measured} bytes, and `cost` states {stated}; {dtype:?}");

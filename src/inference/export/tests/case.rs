@@ -182,7 +182,7 @@ impl ExportCase {
             image: None,
             job: json!({ "model": self.model }),
             preprocessing: json!({ "columns": [] }),
-            kept: None,
+            checkpoint_preprocessing: None,
             activations: self.activations.as_ref(),
             scales: self.scales.as_ref(),
             step: 5,

@@ -87,11 +87,11 @@ fn gptq_without_a_grid_is_refused() {
         (error.to_string(), error.hint().unwrap())
     };
     let (message, hint) = error("gpt", ExportFormat::Gguf, "q4_k_m");
-    assert_eq!(message, "`--rounding gptq` has no form for a `gpt` model in `q4_k_m`");
+    assert_eq!(message, "`--rounding gptq` is not supported for `gpt` models in `q4_k_m`");
     assert_eq!(hint, "it rounds a `gpt` model with `--quantize` int8, int4, q4_0, q4_1, q5_0, q5_1, q8_0");
     let (message, hint) = error("cnn", ExportFormat::Onnx, "int8");
-    assert_eq!(message, "`--rounding gptq` has no form for a `cnn` model in `int8`");
+    assert_eq!(message, "`--rounding gptq` is not supported for `cnn` models in `int8`");
     assert_eq!(hint, "it rounds gpt and llama models");
     let (message, _) = error("llama", ExportFormat::Gguf, "");
-    assert_eq!(message, "`--rounding gptq` has no form for weights that are not quantized");
+    assert_eq!(message, "`--rounding gptq` is not supported for weights that are not quantized");
 }
