@@ -299,12 +299,16 @@ fn try_amx<T: Elem, O: Elem>(
         let handled = with_amx_elem!(T::DTYPE, E => match (a.downcast::<E>(), b.downcast::<E>()) {
             (Some(a), Some(b)) if amx::supports::<E>((a.rows, a.cols, b.cols)) => {
                 // SAFETY: the dispatch is AMX, and the caller has checked every size.
-                if let Some(out) = downcast_slice_mut::<O, E>(out) {
-                    Some(unsafe { amx::gemm(out, stride, a, b, accumulate, epilogue.and_then(CpuEpilogue::downcast::<E>)) })
-                } else {
-                    let epilogue = epilogue.and_then(CpuEpilogue::downcast::<f32>);
-                    let out = downcast_slice_mut::<O, f32>(out);
-                    out.map(|out| unsafe { amx::gemm(out, stride, a, b, accumulate, epilogue) })
+                unsafe {
+                    if let Some(out) = downcast_slice_mut::<O, E>(out) {
+                        let epilogue = epilogue.and_then(CpuEpilogue::downcast::<E>);
+                        amx::gemm(out, stride, a, b, accumulate, epilogue);
+                        Some(())
+                    } else {
+                        let epilogue = epilogue.and_then(CpuEpilogue::downcast::<f32>);
+                        let out = downcast_slice_mut::<O, f32>(out);
+                        out.map(|out| amx::gemm(out, stride, a, b, accumulate, epilogue))
+                    }
                 }
             }
             _ => None,

@@ -326,11 +326,8 @@ unsafe fn transpose<R: Real, const LANES: usize>(square: &mut Square<R, LANES>) 
             }
         };
     }
-    for i in 0..LANES {
-        for j in 0..i {
-            (square[i][j], square[j][i]) = (square[j][i], square[i][j]);
-        }
-    }
+    let rows = *square;
+    *square = std::array::from_fn(|i| std::array::from_fn(|j| rows[j][i]));
 }
 
 /// Exchanges pairs, then groups of four, then halves.

@@ -13,7 +13,6 @@ use super::reference::ReferenceLayer;
 use super::{Layer, Mode, PassContext};
 use crate::base::random::{RngKey, stream_id};
 use crate::base::{Backend, HOPPER, MicroBatchSpec};
-use crate::kernels::dispatch::{Dispatch, dispatch};
 use crate::kernels::reference::ReferenceScope;
 use crate::kernels::update::cast_into;
 use crate::kernels::{host, int8_weight};
@@ -401,6 +400,8 @@ pub fn check_loss_bf16(build: &dyn Fn(&mut ParamRegistry) -> Box<dyn Loss>, x: &
 /// `cost` against the allocator: runs the tests of all layers again, one by one, in a process of their own.
 #[test]
 fn costs_are_what_the_allocator_counts() {
+    use crate::kernels::dispatch::{Dispatch, dispatch};
+
     if is_reference_under_test() || test_device().is_cuda() || dispatch() == Dispatch::Portable {
         // Not comparable here: the buffers of candle have only a bound, and GPU memory is checked by the random jobs.
         // The portable kernels allocate what those of AVX2 do, and take three times as long.
