@@ -52,13 +52,13 @@ fn a_good_job_is_summed_up() {
 #[test]
 fn a_plan_is_a_verdict_with_reasons() {
     snapshot("plan_fits", GOOD, &["plan", "job.toml", "--ram", "1GiB"]);
-    snapshot("plan_shrunk", GOOD, &["plan", "job.toml", "--ram", "7164KiB"]);
-    snapshot("plan_strict", GOOD, &["plan", "job.toml", "--ram", "7164KiB", "--strict", "-q"]);
+    snapshot("plan_shrunk", GOOD, &["plan", "job.toml", "--ram", "3068KiB"]);
+    snapshot("plan_strict", GOOD, &["plan", "job.toml", "--ram", "3068KiB", "--strict", "-q"]);
     snapshot("plan_does_not_fit", GOOD, &["plan", "job.toml", "--ram", "1MiB"]);
-    snapshot("plan_forbidden", GOOD, &["plan", "job.toml", "--ram", "7164KiB", "--set", "memory.on_oom=[]"]);
+    snapshot("plan_forbidden", GOOD, &["plan", "job.toml", "--ram", "3068KiB", "--set", "memory.on_oom=[]"]);
     snapshot("plan_gpu", GOOD, &["plan", "job.toml", "--vram", "33722KiB", "--ram", "16MiB", "-v"]);
-    snapshot("plan_json", GOOD, &["plan", "job.toml", "--ram", "7164KiB", "--json"]);
-    snapshot("plan_frozen_without_lock", GOOD, &["plan", "job.toml", "--ram", "7164KiB", "--frozen"]);
+    snapshot("plan_json", GOOD, &["plan", "job.toml", "--ram", "3068KiB", "--json"]);
+    snapshot("plan_frozen_without_lock", GOOD, &["plan", "job.toml", "--ram", "3068KiB", "--frozen"]);
     snapshot("plan_no_gpu", GOOD, &["plan", "job.toml", "--vram", "0B"]);
 }
 

@@ -99,7 +99,7 @@ pub(super) unsafe fn gemm<E: Elem, O: Elem<Acc = E::Acc>, P: PanelKernel<E, O>>(
                         &mut a_block,
                     ),
                 };
-                let block = Block {
+                let block = ResultBlock {
                     a: &strips,
                     panels: &panels,
                     out: &out,
@@ -260,7 +260,7 @@ impl<E: Elem, O: Elem<Acc = E::Acc>, P: PanelKernel<E, O>> Panels<E, O, P> {
 }
 
 /// A block of the result: the rows of all strips, and the columns of all panels.
-struct Block<'a, E: Elem, O, P> {
+struct ResultBlock<'a, E: Elem, O, P> {
     a: &'a Strips<E::Acc>,
     panels: &'a Panels<E, O, P>,
     out: &'a DisjointSliceMut<'a, O>,
@@ -273,7 +273,7 @@ struct Block<'a, E: Elem, O, P> {
 #[repr(C, align(64))]
 struct Sums<R>([[R; MAX_COLUMNS]; STRIP_ROWS]);
 
-impl<E: Elem, O: Elem<Acc = E::Acc>, P: PanelKernel<E, O>> Block<'_, E, O, P> {
+impl<E: Elem, O: Elem<Acc = E::Acc>, P: PanelKernel<E, O>> ResultBlock<'_, E, O, P> {
     /// Computes the block from packed panels: all strips of rows with one group of panels after another. Groups stay in
     /// cache, and are smaller where strips are too few for all threads.
     fn compute_strips(&self, parallel: bool, packed: &[E::Acc]) {
