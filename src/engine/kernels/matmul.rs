@@ -23,6 +23,7 @@ use candle_core::DType;
 
 use super::clamp::{ClampActivation, clamp};
 use super::cpu::{parallel_for_rows, uninit};
+#[cfg(target_arch = "x86_64")]
 use super::dispatch::{Dispatch, dispatch};
 use super::im2col::ConvGeometry;
 use super::kernel_timer::{self, KernelScope};

@@ -1,10 +1,11 @@
 //! The [`PanelKernel`]s: packing and rounding are loops that the compiler vectorizes for each instruction set; tiles of
 //! sums, which must stay in registers, and transposes use its intrinsics.
 
-use candle_core::DType;
-
 #[cfg(target_arch = "x86_64")]
 use std::arch::x86_64::*;
+
+#[cfg(target_arch = "x86_64")]
+use candle_core::DType;
 
 #[cfg(target_arch = "x86_64")]
 use super::avx512::{self, lane_mask};
